@@ -1,0 +1,345 @@
+"""Passkey retrieval: is a five-digit key, told once at some depth of a long text, still found at the end of it?
+
+python eval_passkey.py out/ggd_bam_cpu                       # 1x to 16x the training length
+python eval_passkey.py out/a out/b --lengths=256,4096,16384  # one curve each
+
+For every length and depth the answer is right only if each of its tokens is the most likely one, given the true ones
+before it (the same as greedy decoding of the whole answer). Prints a table, saves curves and depth x length pictures,
+appends a record.
+"""
+
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tiktoken
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import configurator
+from configurator import fail, user_errors
+from model import GPT, load_checkpoint, pick_device
+from streaming import score
+from tokenizer import encode_document, get_tokenizer
+
+MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
+
+# The texts of Mohtashami & Jaggi, "Landmark Attention" (2023), as the BAM paper uses them.
+DESCRIPTION = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there. "
+)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How the needle is told and asked for; the answer is " {key}"."""
+
+    needle: str
+    question: str
+
+
+WORDINGS = {
+    "passkey": Wording(
+        "The pass key is {key}. Remember it. {key} is the pass key.", "What is the pass key? The pass key is"
+    ),
+    # for models trained on exercises: no such sentence, and neither "secret" nor "number" is among them
+    "reworded": Wording(
+        "Keep this in mind: the secret number is {key}. Do not lose {key}.",
+        "Which secret number was given? The secret number is",
+    ),
+}
+FILLERS = {
+    "passkey": "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
+    # for models trained on exercises: this text is in none of them
+    "unseen": "A boat drifts past the old mill. Three geese sleep on the bank. Nobody rings the bell. "
+    "Far off a dog barks twice, then rain begins to fall on the tin roofs. ",
+}
+
+
+class Prompt:
+    """One document: tokens (<|endoftext|>, prompt, answer), how many of the last are the answer, the real depth."""
+
+    def __init__(self, tokens: list[int], answer: int, depth: float):
+        self.tokens, self.answer, self.depth = tokens, answer, depth
+
+
+def prompt_text(key: int, wording: Wording, before: str = "", after: str = "") -> str:
+    """Prompt and answer as one text, so that no token spans a border that the tokenizer would not see."""
+    return f"{before}{wording.needle.format(key=key)} {after} {wording.question} {key}"
+
+
+def shortest_prompt(enc: tiktoken.Encoding, key: int, wording: Wording, description: str = "") -> int:
+    """Tokens of the prompt without filler, <|endoftext|> and answer included."""
+    return len(encode_document(enc, prompt_text(key, wording, before=description)))
+
+
+def passkey_prompt(
+    enc: tiktoken.Encoding, length: int, depth: float, key: int, wording: Wording, filler: str, description: str = ""
+) -> Prompt:
+    """A prompt of exactly `length` tokens with <|endoftext|> and answer, the needle at `depth` (0 to 1) of the filler.
+
+    The needle stands between two words of the filler, which is repeated as needed and cut, as in Landmark, where the
+    length is reached. Raises ValueError if `length` cannot hold the prompt.
+    """
+    minimum = shortest_prompt(enc, key, wording, description)
+    if length < minimum:
+        raise ValueError(f"a length of {length} tokens cannot hold the prompt; it needs at least {minimum}")
+    filler *= math.ceil(8 * length / len(filler))  # enough for eight characters a token
+    answer = len(enc.encode_ordinary(f"{wording.question} {key}")) - len(enc.encode_ordinary(wording.question))
+
+    def build(chars: int, pad: str = "") -> Prompt:
+        cut = filler.rfind(" ", 0, round(depth * chars)) + 1 if depth < 1 else chars
+        text = prompt_text(key, wording, description + filler[:cut], filler[cut:chars] + pad)
+        return Prompt(encode_document(enc, text), answer, cut / max(1, chars))
+
+    low, high, chars = (0, minimum), None, length - minimum  # (characters, tokens) too few, too many, to try
+    while high is None or high[0] - low[0] > 1:
+        prompt = build(chars)
+        tokens = len(prompt.tokens)
+        if tokens == length:
+            return prompt
+        low, high = ((chars, tokens), high) if tokens < length else (low, (chars, tokens))
+        (a, m), (b, n) = low, high or (2 * low[0] + 2, 2 * low[1] - minimum + 2)  # go on along the line through both
+        chars = a + max(1, min(b - a - 1, round((length - m) * (b - a) / (n - m))))
+        if chars > len(filler):
+            break
+    # one more character is too many where it is several tokens: spaces fill the gap
+    padded = (build(low[0], " " * spaces) for spaces in range(1, 17))
+    if prompt := next((p for p in padded if len(p.tokens) == length), None):
+        return prompt
+    raise ValueError(f"no cut of the filler makes exactly {length} tokens; choose another length")
+
+
+@dataclass
+class PasskeyConfig:
+    """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
+
+    lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and answer included; none given: 1x, 2x, 4x, 8x and
+    # 16x the training length of the first run
+    depths: int = 20  # needles per length, at equidistant depths from the beginning to the end of the filler
+    seeds: tuple[int, ...] = (1,)  # each seed draws another set of keys; n = seeds x depths per length
+    wording: Literal["passkey", "reworded"] = "passkey"  # how needle and question are put; reworded is in no exercise
+    filler: str = "passkey"  # passkey, unseen (is in no exercise), or a text file
+    description: Literal["auto", "true", "false"] = "auto"  # begin with the paper's task description; auto: unless
+    # tokens are bytes, where it takes 167 of them
+    window: int = 0  # hide keys further away than this many tokens (with RoPE the paper's Local RoPE); 0: none
+    batch_tokens: int = 16_384  # prompts are scored together up to this many tokens
+    device: str = "auto"  # auto, cpu, cuda, ...
+
+    def __post_init__(self):
+        for name in ("depths", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds must be different numbers from 0, at least one of them")
+        if self.window < 0 or min(self.lengths, default=1) < 1:
+            raise ValueError("window must not be negative, lengths must be positive")
+
+
+def make_prompts(
+    enc: tiktoken.Encoding, cfg: PasskeyConfig, length: int, filler: str, description: str
+) -> list[Prompt]:
+    """The prompts of one length, seed by seed and depth by depth: a pure function of its arguments."""
+    prompts = []
+    for seed in cfg.seeds:
+        keys = np.random.default_rng((seed, length)).integers(10_000, 100_000, size=cfg.depths)
+        for key, depth in zip(keys.tolist(), np.linspace(0, 1, cfg.depths), strict=True):
+            prompts.append(passkey_prompt(enc, length, depth, key, WORDINGS[cfg.wording], filler, description))
+    return prompts
+
+
+def retrieved(
+    scorer: Callable[[Tensor, int], Tensor],
+    prompts: list[Prompt],
+    batch_tokens: int,
+    progress: Callable[[int], object] = lambda done: None,
+) -> list[bool]:
+    """Is every token of a prompt's answer the most likely one? scorer(idx (B, T), n_last) -> argmax (B, n_last)."""
+    found, size = [], max(1, batch_tokens // len(prompts[0].tokens))
+    for begin in range(0, len(prompts), size):
+        batch = prompts[begin : begin + size]
+        idx = torch.tensor([p.tokens for p in batch])
+        n_last = max(p.answer for p in batch)
+        right = scorer(idx, n_last).cpu() == idx[:, -n_last:]
+        found += [bool(row[n_last - p.answer :].all()) for row, p in zip(right, batch, strict=True)]
+        progress(len(batch))
+    return found
+
+
+def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95% confidence interval of a proportion (Wilson 1927): sensible also at 0 and n of n."""
+    p, shrink = correct / n, 1 + z * z / n
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
+    center = (p + z * z / (2 * n)) / shrink
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def cost(length: int) -> int:
+    """Work of one prompt in arbitrary units, for the time left: matrix products per token, attention per pair."""
+    return length * (length + 2_000)
+
+
+def evaluate(run: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
+    """One run at all lengths: a record per length, appended to the run's eval/passkey.jsonl as soon as it is there."""
+    with user_errors():
+        model, saved = GPT.from_checkpoint(run, device)
+        if "tokenizer" not in saved:
+            raise ValueError(f"{run} does not name its tokenizer; give a checkpoint that train.py made")
+        enc = get_tokenizer(saved["tokenizer"])
+        filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else Path(cfg.filler).read_text(encoding="utf-8")
+        described = cfg.description == "true" or (cfg.description == "auto" and saved["tokenizer"] != "bytes")
+        description = DESCRIPTION if described else ""
+        make_prompts(enc, cfg, min(lengths), filler, description)  # a length too short shows before hours of work
+
+    def scorer(idx: Tensor, n_last: int) -> Tensor:
+        return score(model, idx.to(device), n_last, window=cfg.window or None)[1]
+
+    units = len(cfg.seeds) * cfg.depths
+    bar = tqdm(total=sum(units * cost(n) for n in lengths), desc=name_of(run), bar_format=BAR, disable=None)
+    for length in lengths:
+        began = time.time()
+        with user_errors():
+            prompts = make_prompts(enc, cfg, length, filler, description)
+        bar.set_postfix_str(f"{length:,} tokens")
+        found = retrieved(scorer, prompts, cfg.batch_tokens, lambda n, length=length: bar.update(n * cost(length)))
+        record = record_of(run, saved, cfg, length, found, described, time.time() - began)
+        append_record(eval_folder(run) / "passkey.jsonl", record)
+        yield record
+    bar.close()
+
+
+BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"
+
+
+def name_of(run: str) -> str:
+    return Path(run).resolve().name
+
+
+def eval_folder(run: str) -> Path:
+    """out/<run>/eval, also where the file of a checkpoint in it was named."""
+    path = Path(run)
+    folder = (path if path.is_dir() else path.parent) / "eval"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def record_of(
+    run: str, saved: dict, cfg: PasskeyConfig, length: int, found: list[bool], described: bool, seconds: float
+) -> dict:
+    low, high = wilson(sum(found), len(found))
+    return {
+        "metric": "passkey",
+        "checkpoint": str(run),
+        "step": saved.get("step"),
+        "commit": saved.get("commit"),
+        "length": length,
+        "training_length": saved["model_config"]["block_size"],
+        "correct": sum(found),
+        "n": len(found),
+        "interval_95": [round(low, 4), round(high, 4)],
+        "by_depth": np.reshape(found, (len(cfg.seeds), cfg.depths)).mean(0).round(4).tolist(),
+        "tokenizer": saved["tokenizer"],
+        "config": asdict(cfg) | {"description": described},
+        "model_config": saved["model_config"],
+        "train_config": saved.get("train_config"),
+        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "seconds": round(seconds, 2),
+    }
+
+
+def append_record(file: Path, record: dict) -> None:
+    with open(file, "a", encoding="utf-8") as f:
+        f.write(json.dumps(record) + "\n")
+
+
+def table(results: dict[str, list[dict]]) -> str:
+    """Accuracy in percent with its 95% interval: a row a run, a column a length."""
+    lengths = sorted({r["length"] for records in results.values() for r in records})
+    rows = [["run", *(f"{n:,}" for n in lengths)]]
+    for run, records in results.items():
+        cells = {r["length"]: r for r in records}
+        rows.append([name_of(run), *(cell(cells[n]) if n in cells else "" for n in lengths)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def cell(record: dict) -> str:
+    low, high = (round(100 * x) for x in record["interval_95"])
+    return f"{100 * record['correct'] / record['n']:.0f}% [{low}, {high}]"
+
+
+def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
+    """passkey.png: accuracy by length, one curve a run; passkey_depth.png: by depth and length, one panel a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    styles = zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True)
+    for (run, records), (marker, line) in zip(results.items(), list(styles) * len(results), strict=False):
+        x, y = [r["length"] for r in records], [100 * r["correct"] / r["n"] for r in records]
+        bars = np.abs(100 * np.array([r["interval_95"] for r in records]).T - y)
+        axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run))
+    first = next(iter(results.values()))[0]
+    trained = first["training_length"]
+    axis.axvline(trained, color="grey", linewidth=1)
+    axis.annotate(" training length", (trained, 50), rotation=90, ha="right", va="center", color="grey")
+    axis.set(xscale="log", xlabel="length of the prompt in tokens", ylabel="passkey found (%)", ylim=(-4, 104))
+    ticks = sorted({r["length"] for records in results.values() for r in records})
+    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+    axis.minorticks_off()
+    axis.set_title(f"n = {first['n']} a point, bars: 95% intervals")
+    axis.legend()
+    figure.savefig(folder / "passkey.png", dpi=150)
+    plt.close(figure)
+
+    figure, axes = plt.subplots(1, len(results), figsize=(1 + 4 * len(results), 4), squeeze=False, layout="constrained")
+    for axis, (run, records) in zip(axes[0], results.items(), strict=True):
+        image = np.array([r["by_depth"] for r in records]).T
+        shown = axis.imshow(100 * image, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+        axis.set_xticks(range(len(records)), [f"{r['length']:,}" for r in records], rotation=30)
+        places = np.linspace(0, len(image) - 1, min(5, len(image)))
+        axis.set_yticks(places, [f"{100 * p / max(1, len(image) - 1):.0f}" for p in places])
+        axis.set(xlabel="length of the prompt in tokens", ylabel="depth of the needle (% of the filler)")
+        axis.set_title(name_of(run))
+    figure.colorbar(shown, label="passkey found (%)")
+    figure.savefig(folder / "passkey_depth.png", dpi=150)
+    plt.close(figure)
+    return [folder / "passkey.png", folder / "passkey_depth.png"]
+
+
+def main() -> None:
+    (cfg,), runs = configurator.parse([PasskeyConfig], sys.argv[1:], __doc__, positional="runs")
+    runs = list(dict.fromkeys(runs))
+    if not runs:
+        fail("no run given; name one or more run folders or checkpoint files, such as out/ggd_bam_cpu")
+    with user_errors():
+        device, _ = pick_device(cfg.device)
+        saved = [load_checkpoint(run) for run in runs]  # a missing one shows before hours of work
+    lengths = tuple(sorted(set(cfg.lengths))) or tuple(m * saved[0]["model_config"]["block_size"] for m in MULTIPLES)
+    results: dict[str, list[dict]] = {run: [] for run in runs}
+    try:
+        for run in runs:
+            for record in evaluate(run, cfg, lengths, device):
+                results[run].append(record)
+    except KeyboardInterrupt:
+        print("stopped; the lengths that were done are in the records")
+    results = {run: records for run, records in results.items() if records}
+    if results:
+        print(table(results))
+        print("saved " + ", ".join(map(str, draw(results, eval_folder(runs[0])))))
+        print("records in " + ", ".join(str(eval_folder(run) / "passkey.jsonl") for run in results))
+
+
+if __name__ == "__main__":
+    main()

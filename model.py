@@ -1,0 +1,515 @@
+"""Attention as a posterior over earlier tokens: what they say (likelihood) times where they are (prior).
+
+A causal attention head looks from query i at the keys j <= i and returns an expectation of their values,
+out_i = sum_j p_ij v_j. If the score is a sum of a content and a position term, score_ij = c_ij + b_ij, then
+
+    p_ij = softmax_j(c_ij + b_ij) = p_content(j | i) * p_prior(j | i) * Z_i            (Theorem 1)
+
+    p_content = softmax_j c_ij                what the keys say: the likelihood, from q.k / sqrt(D)
+    p_prior   = softmax_j b_ij                where the keys are: the prior, from the distance only
+    Z_i       = 1 / sum_j p_content p_prior   the normaliser of Bayes' rule
+
+because softmax(c + b) is proportional to e^c e^b, and each factor differs from its own softmax by a constant per row.
+A positional encoding that adds b is thus a choice of prior, to be judged by what it says of distances never trained
+on. ln Z_i couples the two: ln n if one is uniform on the n keys, less if both favour the same few, more if they fight.
+
+    pe          where it acts            learned per head         b_ij with d = j - i <= 0     past the training length
+    nope        nowhere                  -                        0: uniform on visible keys   attention fades
+    sinusoidal  added to the embeddings  -                        -                            unseen vectors: fails
+    rope        rotates q and k          -                        -                            unseen angles: fails
+    alibi       added to the scores      -                        -slope |d|: Laplace prior    local only
+    ggd         added to the scores      theta_alpha, theta_beta  -|(d - mu) / alpha|^beta     as the prior says
+
+SSMax is orthogonal to all five: it multiplies a row's scores by s ln n, so that attention does not fade as n grows.
+Shapes: B batch, H heads, T query, S key, D head dim, C width, V vocabulary. Units: tokens; nats for scores and priors.
+
+References
+    BAM      Bianchessi, Aguirre, Barros, Kupssinskü, "Bayesian Attention Mechanism", ICLR 2026
+    SSMax    Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025
+    ALiBi    Press, Smith, Lewis, "Train Short, Test Long", ICLR 2022
+    RoPE     Su et al., "RoFormer", 2021;  sinusoidal: Vaswani et al., "Attention Is All You Need", 2017
+    blocks   pre-RMSNorm (Zhang & Sennrich 2019) and SwiGLU (Shazeer 2020), as in Llama
+"""
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+EPSILON = 1e-5  # keeps the base of the power above 0: ln 0 and 0^negative would be infinite
+MAX_EXPONENT = 40.0  # exp(40) nats silences a key; gradients, their norm and the product with s ln n stay finite
+ROPE_THETA = 500_000.0
+LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
+CACHE_FRIENDLY = 2**20  # scores computed at once on a CPU: 4 MiB stay near the cores, twice as fast as one large batch
+
+
+@dataclass
+class ModelConfig:
+    """The shape of the model and its positional encoding. Raises ValueError, in one sentence, if it makes no sense."""
+
+    vocab_size: int = 50257  # number of token ids that exist: 50257 for gpt2, 257 for bytes
+    vocab_multiple: int = 64  # the embedding's rows are rounded up to a multiple of it; padding is never predicted
+    n_layer: int = 12  # number of blocks
+    n_head: int = 16  # attention heads per block
+    n_embd: int = 768  # width C
+    ffn_mult: float = 2.0  # hidden width of the SwiGLU MLP, in units of n_embd
+    block_size: int = 512  # training length in tokens: recorded, never a limit
+    pe: Literal["nope", "sinusoidal", "rope", "alibi", "ggd"] = "ggd"  # positional encoding
+    ssmax: bool = True  # Scalable-Softmax: multiply the scores of a query that sees n keys by s ln n
+    ssmax_init: float = 1.0  # s at the start; 1 / ln(block_size) starts about as sharp as plain softmax
+    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start, one value for all heads or one per head
+    theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
+    theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise
+    theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained; others stay fixed
+    tie_embeddings: bool = True  # the output layer shares the embedding's matrix
+
+    def __post_init__(self):
+        for name in ("vocab_size", "vocab_multiple", "n_layer", "n_head", "n_embd", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them")
+        if self.pe == "rope" and self.head_dim % 2 or self.pe == "sinusoidal" and self.n_embd % 2:
+            raise ValueError(f"pe {self.pe} works on pairs of channels; n_embd {self.n_embd} gives it an odd number")
+        if self.hidden < 1:
+            raise ValueError(f"ffn_mult is {self.ffn_mult}; it must be positive and leave at least one hidden unit")
+        for name in ("theta_alpha", "theta_beta", "theta_mu"):
+            if (got := len(getattr(self, name))) not in (1, self.n_head):
+                raise ValueError(f"{name} has {got} values; give 1, or one per head ({self.n_head})")
+        if unknown := set(self.theta_learned) - {"alpha", "beta", "mu"}:
+            raise ValueError(f"theta_learned names {', '.join(sorted(unknown))}; it may hold alpha, beta and mu")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def hidden(self) -> int:
+        return int(self.ffn_mult * self.n_embd)
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Priors. Each gives the log-prior by distance, a vector of n values per head for the distances 0 ... n - 1.
+# Lemma 1, NoPE: b = 0, so p_prior(j | i) = 1/n over the n keys that the causal mask leaves. The uniform prior.
+
+
+def alibi_slopes(n_head: int) -> Tensor:
+    """The slopes m of ALiBi (Press et al. 2022), (H,): 2^(-8 h / H) for h = 1 ... H if H is a power of two; otherwise
+    those of the largest power of two p below H, then every other slope of 2p heads, from the first.
+
+    Lemma 2: b = -m |d|, so p_prior is proportional to exp(-|d| / (1/m)): a Laplace density of scale 1/m, cut to the
+    visible keys. Lemma 3: its mass beyond a distance w is at most e^(-m w) / (1 - e^(-m)) of the weight at d = 0,
+    whatever the length: with bounded content scores ALiBi becomes local, and cannot find a needle far away."""
+    power = 2 ** int(math.log2(n_head))
+    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    slopes += [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)][: n_head - power]
+    return torch.tensor(slopes)
+
+
+class GGDPrior(nn.Module):
+    """Generalized Gaussian log-prior (BAM). forward(n) -> (H, n): b at the distances 0 ... n - 1, float32.
+
+    The generalized Gaussian's density is p(d) = beta / (2 alpha Gamma(1/beta)) * exp(-|(d - mu) / alpha|^beta). The
+    factor before exp is the same for every key of a row: softmax cancels it, and so the condition beta > 0. With
+        alpha = exp(-theta_alpha / theta_beta),   beta = theta_beta,   mu = exp(theta_mu) - exp(-theta_mu)
+    the log-prior that is left is
+        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^theta_beta = -exp(theta_alpha + theta_beta ln |d - mu|),
+    which is smooth in theta_beta, also where beta changes its sign:
+        beta = 2      Gaussian
+        beta = 1      Laplace: ALiBi, with slope exp(theta_alpha)
+        0 < beta < 1  heavier tail: b still falls without limit, but slower than any line
+        beta = 0      b = -exp(theta_alpha) for every key, so uniform: NoPE (where the paper's training starts)
+        beta < 0      no density (the paper's relaxation): near keys are hushed, b -> 0 far away: retrieval anywhere
+    Gradients at theta = 0: db/dtheta_beta = -ln|d|; db/dtheta_alpha = -1 for every key, which softmax cancels to 0.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        for name in ("alpha", "beta", "mu"):
+            start = getattr(cfg, f"theta_{name}")
+            value = torch.tensor(start if len(start) == cfg.n_head else start * cfg.n_head)  # (H,)
+            if name in cfg.theta_learned:
+                setattr(self, f"theta_{name}", nn.Parameter(value))
+            else:  # a buffer is saved with the model, but it is no parameter: no gradient, and counts are right
+                self.register_buffer(f"theta_{name}", value)
+
+    def forward(self, n: int) -> Tensor:
+        theta_alpha, theta_beta = self.theta_alpha[:, None], self.theta_beta[:, None]  # (H, 1)
+        mu = 2 * torch.sinh(self.theta_mu[:, None])
+        d = -torch.arange(n, device=mu.device, dtype=torch.float32)  # exact to 2^24 tokens
+        log_distance = torch.log((d - mu).abs() + EPSILON)  # (H, n)
+        return -torch.exp((theta_alpha + theta_beta * log_distance).clamp(max=MAX_EXPONENT))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encodings that act elsewhere: on the embeddings (sinusoidal), or on q and k (RoPE). Any length; angles in float64,
+# because a float32 angle of 1,000,000 radians is wrong in its second decimal.
+
+
+def angles(positions: Tensor, channels: int, base: float) -> Tensor:
+    """(..., T) positions -> (..., T, channels / 2) angles in radians, float64: position * base^(-2 i / channels)."""
+    i = torch.arange(0, channels, 2, dtype=torch.float64, device=positions.device)
+    return positions.double()[..., None] * base ** (-i / channels)
+
+
+def sinusoidal_table(positions: Tensor, channels: int) -> Tensor:
+    """(..., T) -> (..., T, C) float32: sines, then cosines, over sqrt(C). Vaswani et al. (2017) multiply the embeddings
+    by sqrt(C) instead: the same up to a factor, which the norms remove. So all encodings share one residual scale."""
+    angle = angles(positions, channels, 10_000.0)
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).float() / math.sqrt(channels)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: x (B, H, T, D) and cos, sin (B, 1, T, D/2); channel i is paired with channel i + D/2.
+
+    Each pair is a complex number; rotating it by the angle w t makes q at t and k at u meet as
+        Re(q e^{iwt} conj(k e^{iwu})) = Re(q conj(k) e^{iw(t - u)}):  the score depends on the distance t - u only.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SSMax. Plain softmax fades: a key whose score is D above n - 1 others has the weight e^D / (e^D + n - 1), which goes
+# to 0 as n grows. Scalable-Softmax takes n as the base, n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the same
+# key has the weight n^(sD) / (n^(sD) + n - 1), above 1/2 at every n as soon as D > 1/s. One learned s per head, n = the
+# keys this query can see. What s ln n multiplies: content and GGD prior together (the whole log-posterior is
+# sharpened); for ALiBi the content only, as in the paper's baseline. A negative s flips content and prior together.
+
+
+class Layout(NamedTuple):
+    """What every layer needs to know about the rows of a batch; computed once per forward."""
+
+    log_n: Tensor  # (B, 1, T, 1) float32: ln of the number of keys that the query can see, itself included
+    rotation: tuple[Tensor, Tensor] | None  # RoPE's cos and sin, (B, 1, T, D/2)
+    mask: Tensor | None  # (B, 1, T, T) float32: 0 where the query sees the key, -inf elsewhere
+
+
+def positions_in_documents(doc_ids: Tensor) -> Tensor:
+    """(B, T) ids that change where a document begins -> (B, T) position of each token inside its document, from 0."""
+    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
+    begins = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def visible(T: int, doc_ids: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Additive mask (B or 1, 1, T, T). -inf, since any finite "very negative" number is beaten by some legal score."""
+    distance = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)  # i - j
+    seen = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance <= window))[None]
+    if doc_ids is not None:
+        seen = seen & (doc_ids[:, :, None] == doc_ids[:, None, :])
+    return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -math.inf)[:, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention. The reference is the definition: explicit scores, float32 softmax, differentiable everywhere.
+
+
+class Posterior(NamedTuple):
+    """Theorem 1, row by row: posterior = prior * content * exp(log_z). All (B, H, T, T) but log_z, (B, H, T)."""
+
+    prior: Tensor
+    content: Tensor
+    posterior: Tensor
+    log_z: Tensor
+
+
+def toeplitz(vector: Tensor) -> Tensor:
+    """(H, T) by distance -> (H, T, T): element (i, j) is vector[i - j] where j <= i, else 0, for the mask to hide. Row
+    i is a slice of the reversed vector from place T - 1 - i on, so all rows are windows of one padded vector."""
+    T = vector.shape[-1]
+    return F.pad(vector.flip(-1), (0, T - 1)).unfold(-1, T, 1).flip(-2)
+
+
+def log_posterior(content: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor) -> Tensor:
+    """ln(content * prior), up to a constant. content (B, H, T, T); prior (H, T, T), times prior_scale (B, 1, T, 1)."""
+    if prior is not None:
+        content = content + prior if prior_scale is None else torch.addcmul(content, prior, prior_scale)
+    return content + mask  # last, so that no factor can turn a hidden key's -inf into NaN or a finite number
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor
+) -> Tensor:
+    """Posterior expectation of the values. q, k, v (B, H, T, D), q scaled; prior (H, T) by distance -> (B, H, T, D)."""
+    B, H, T, _ = q.shape
+    bias = None if prior is None else toeplitz(prior)  # (H, T, T)
+    rows = max(1, CACHE_FRIENDLY // (H * T * T)) if q.device.type == "cpu" else B
+    with torch.autocast(q.device.type, enabled=False):
+        out = []
+        for b in range(0, B, rows):
+            cut = [None if t is None else t[b : b + rows] if len(t) == B else t for t in (prior_scale, mask)]
+            content = q[b : b + rows].float() @ k[b : b + rows].float().transpose(-2, -1)
+            out.append(log_posterior(content, bias, *cut).softmax(-1) @ v[b : b + rows].float())
+        return torch.cat(out).to(v.dtype)
+
+
+def reference_posterior(
+    q: Tensor, k: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor
+) -> Posterior:
+    """The same scores, taken apart (Theorem 1). Arguments as in `reference_attention`."""
+    content = q.float() @ k.float().transpose(-2, -1)
+    bias = None if prior is None else toeplitz(prior)
+    p_prior = log_posterior(torch.zeros_like(content), bias, prior_scale, mask).softmax(-1)
+    p_content = (content + mask).softmax(-1)
+    posterior = log_posterior(content, bias, prior_scale, mask).softmax(-1)
+    # ln Z = -ln sum p_content p_prior, from the logarithms: the product may underflow where content fights the prior
+    log_prior = log_posterior(torch.zeros_like(content), bias, prior_scale, mask).log_softmax(-1)
+    log_z = -torch.logsumexp((content + mask).log_softmax(-1) + log_prior, dim=-1)
+    return Posterior(p_prior, p_content, posterior, log_z)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
+        self.out = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        if cfg.ssmax:
+            self.s = nn.Parameter(torch.full((cfg.n_head,), cfg.ssmax_init))
+        if cfg.pe == "ggd":
+            self.prior = GGDPrior(cfg)
+        elif cfg.pe == "alibi":
+            self.register_buffer("slopes", alibi_slopes(cfg.n_head), persistent=False)
+
+    def log_prior(self, n: int) -> Tensor | None:
+        """(H, n) float32: what is added to the scores at the distances 0 ... n - 1; None for a uniform prior. If
+        `prior_has_row_scale`, the row of a query that sees m keys adds this times ln m: together s ln m b."""
+        if self.cfg.pe == "ggd":
+            return self.s[:, None] * self.prior(n) if self.cfg.ssmax else self.prior(n)
+        if self.cfg.pe == "alibi":
+            return -self.slopes[:, None] * torch.arange(n, device=self.slopes.device)
+        return None
+
+    @property
+    def prior_has_row_scale(self) -> bool:
+        return self.cfg.pe == "ggd" and self.cfg.ssmax
+
+    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, C) -> q, k, v (B, H, T, D): rotated for RoPE; q times 1/sqrt(D), or s ln n / sqrt(D) with SSMax."""
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.cfg.n_head, self.cfg.head_dim).permute(2, 0, 3, 1, 4)
+        if layout.rotation is not None:
+            q, k = rotate(q, *layout.rotation), rotate(k, *layout.rotation)
+        scale = layout.log_n * self.s[:, None, None] if self.cfg.ssmax else 1.0  # (B, H, T, 1)
+        return (q * (scale / math.sqrt(self.cfg.head_dim))).to(v.dtype), k, v
+
+    def merge(self, y: Tensor) -> Tensor:
+        """(B, H, T, D) -> (B, T, C): the heads side by side, then the output projection."""
+        B, _, T, _ = y.shape
+        return self.out(y.transpose(1, 2).reshape(B, T, self.cfg.n_embd))
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        q, k, v = self.project(x, layout)
+        prior_scale = layout.log_n if self.prior_has_row_scale else None
+        return self.merge(reference_attention(q, k, v, self.log_prior(x.shape[1]), prior_scale, layout.mask))
+
+    def posterior(self, x: Tensor, layout: Layout) -> Posterior:
+        q, k, _ = self.project(x, layout)
+        prior_scale = layout.log_n if self.prior_has_row_scale else None
+        return reference_posterior(q, k, self.log_prior(x.shape[1]), prior_scale, layout.mask)
+
+
+# The Transformer -----------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(cfg.n_embd, 2 * cfg.hidden, bias=False)
+        self.down = nn.Linear(cfg.hidden, cfg.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.norm_attn = nn.RMSNorm(cfg.n_embd, eps=1e-5)
+        self.attn = CausalSelfAttention(cfg)
+        self.norm_mlp = nn.RMSNorm(cfg.n_embd, eps=1e-5)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), layout)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.embedding = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = nn.RMSNorm(cfg.n_embd, eps=1e-5)
+        self.head = nn.Linear(cfg.n_embd, cfg.padded_vocab, bias=False)
+        if cfg.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal weights of mean 0; norms start at 1, s at ssmax_init, theta where the config says.
+
+        embedding, qkv, gate_up, head  std = n_embd ** -0.5  (a unit-RMS input gives q, k, v, logits of RMS 1)
+        out, down                      std = n_embd ** -0.5 / sqrt(2 n_layer)  (2 n_layer branches are added up)
+        """
+        std = self.cfg.n_embd**-0.5
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
+                p.normal_(0.0, std / math.sqrt(2 * self.cfg.n_layer) if residual else std)
+
+    def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and their positions, (B, T) each (positions may be (1, T)) -> (B, T, C)."""
+        x = self.embedding(idx)
+        return x + sinusoidal_table(positions, self.cfg.n_embd) if self.cfg.pe == "sinusoidal" else x
+
+    def layout(self, positions: Tensor, window: int | None = None, mask: Tensor | None = None) -> Layout:
+        """ln n, RoPE's angles and the mask for queries at `positions` (B or 1, T), counted inside their document."""
+        n = positions + 1 if window is None else (positions + 1).clamp(max=window + 1)
+        rotation = None
+        if self.cfg.pe == "rope":
+            angle = angles(positions, self.cfg.head_dim, ROPE_THETA)[:, None]
+            rotation = angle.cos().float(), angle.sin().float()
+        return Layout(n.double().log().float()[:, None, :, None], rotation, mask)
+
+    def prepare(self, idx: Tensor, doc_ids: Tensor | None, window: int | None) -> tuple[Tensor, Layout]:
+        T = idx.shape[1]
+        positions = torch.arange(T, device=idx.device)[None] if doc_ids is None else positions_in_documents(doc_ids)
+        return self.embed(idx, positions), self.layout(positions, window, visible(T, doc_ids, window, idx.device))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., V): final norm and output layer, without the vocabulary's padding."""
+        return self.head(self.norm(x))[..., : self.cfg.vocab_size]
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        """Logits (B, T, V), or with targets (B, T; -100 is not counted) the mean cross entropy in nats.
+
+        doc_ids (B, T): attention, distances, n and positions stay inside runs of equal ids, so packed documents are
+        computed as separate ones. (The authors count the sinusoidal's positions over the whole window.)
+        window: hide the keys that are further away than this many tokens (for RoPE the paper's Local RoPE).
+        """
+        x, layout = self.prepare(idx, doc_ids, window)
+        for block in self.blocks:
+            x = block(x, layout)
+        return self.logits(x) if targets is None else self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy, in chunks of rows whose logits are not kept but computed again in the backward pass."""
+
+        def total(x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.logits(x).float(), targets, reduction="sum")
+
+        x, targets = x.flatten(0, 1), targets.flatten()
+        rows = max(1, LOSS_CHUNK // self.cfg.padded_vocab)
+        pieces = list(zip(x.split(rows), targets.split(rows), strict=True))
+        if len(pieces) == 1:
+            return total(x, targets) / (targets != -100).sum()
+        losses = [checkpoint(total, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(losses).sum() / (targets != -100).sum()
+
+    @torch.no_grad()
+    def posteriors(self, idx: Tensor) -> list[Posterior]:
+        """Prior, content, posterior and ln Z of every layer for idx (B, T): quadratic memory, for short prompts."""
+        x, layout = self.prepare(idx, None, None)
+        found = []
+        for block in self.blocks:
+            found.append(block.attn.posterior(block.norm_attn(x), layout))
+            x = block(x, layout)
+        return found
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Every parameter exactly once, by name: matrices (decayed), norms, theta (the prior) and s (SSMax)."""
+        groups = {"matrix": [], "norm": [], "theta": [], "s": []}
+        for name, p in self.named_parameters():
+            last = name.split(".")[-1]
+            kind = "theta" if "theta_" in last else "s" if last == "s" else "norm" if "norm" in name else "matrix"
+            groups[kind].append(p)
+        return groups
+
+    def optimizer_groups(self, lr: float, prior_lr: float, ssmax_lr: float, weight_decay: float) -> list[dict]:
+        """Groups for a torch optimizer. Only matrices and embeddings decay; theta and s have their own rates."""
+        rates, decay = {"matrix": lr, "norm": lr, "theta": prior_lr, "s": ssmax_lr}, {"matrix": weight_decay}
+        groups = self.parameter_groups().items()
+        return [{"name": k, "params": p, "lr": rates[k], "weight_decay": decay.get(k, 0.0)} for k, p in groups if p]
+
+    def prior_values(self) -> dict[str, list[list[float]]]:
+        """theta_alpha, theta_beta, theta_mu and s now: name -> one list of H numbers per layer; for logs and tables."""
+        values = {}
+        for block in self.blocks:
+            tensors = {**dict(block.attn.named_parameters()), **dict(block.attn.named_buffers())}
+            for name in ("prior.theta_alpha", "prior.theta_beta", "prior.theta_mu", "s"):
+                if name in tensors:
+                    values.setdefault(name.split(".")[-1], []).append(tensors[name].tolist())
+        return values
+
+    def checkpoint(self) -> dict:
+        """What `from_checkpoint` needs to build this model again; tensors and plain values only."""
+        return {"model": self.state_dict(), "model_config": asdict(self.cfg)}
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> tuple["GPT", dict]:
+        """The model of a checkpoint file, or of last.pt in a run folder, ready to evaluate, and all that was saved."""
+        saved = load_checkpoint(path)
+        config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
+        model = cls(ModelConfig(**config))
+        model.load_state_dict(saved["model"])
+        return model.to(device).eval(), saved
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Write to a temporary name, then rename: whatever happens, `path` is the old checkpoint or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """What a checkpoint file, or last.pt in a run's folder, holds; tensors and plain values, nothing is executed."""
+    path = Path(path)
+    file = path / "last.pt" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py")
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        saved["model"], saved["model_config"]
+    except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
+        raise ValueError(f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py") from error
+    return saved
+
+
+def pick_device(name: str) -> tuple[torch.device, str]:
+    """The device called `name` and why it was taken; "auto" is CUDA if there is one. ValueError if it is unusable."""
+    why = "as told"
+    if name == "auto" and torch.cuda.is_available():
+        name, why = "cuda", "there is a CUDA device"
+    elif name == "auto":
+        name, why = "cpu", "there is no CUDA device"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"device {name} cannot be used here ({reason}); try --device=cpu") from error
+    return device, why

@@ -1,0 +1,88 @@
+"""The model once more in float64, row by row and from the formulas, to check model.py. Shares no code with it."""
+
+import math
+
+import torch
+
+
+def slopes(n_head):
+    """ALiBi's slopes by the recursive rule of its paper."""
+    if math.log2(n_head).is_integer():
+        first = 2 ** (-(2 ** -(math.log2(n_head) - 3)))
+        return [first ** (h + 1) for h in range(n_head)]
+    below = 2 ** math.floor(math.log2(n_head))
+    return slopes(below) + slopes(2 * below)[0::2][: n_head - below]
+
+
+def norm(x, weight):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turn(x, t):
+    """RoPE by complex numbers: channel i with channel i + D/2."""
+    half = len(x) // 2
+    z = torch.complex(x[:half], x[half:])
+    w = torch.tensor([500_000.0 ** (-2 * i / len(x)) for i in range(half)], dtype=torch.float64)
+    z = z * torch.polar(torch.ones_like(w), w * t)
+    return torch.cat((z.real, z.imag))
+
+
+def log_prior(cfg, p, layer, h, distance):
+    """b at j - i = -distance, as the paper writes it."""
+    if cfg.pe == "alibi":
+        return torch.tensor(-slopes(cfg.n_head)[h] * distance, dtype=torch.float64)
+    if cfg.pe == "ggd":
+        a, b, m = (p[f"blocks.{layer}.attn.prior.theta_{name}"][h] for name in ("alpha", "beta", "mu"))
+        return -(a.exp()) * ((-distance - (m.exp() - (-m).exp())).abs() + 1e-5) ** b
+    return torch.zeros((), dtype=torch.float64)
+
+
+def attention_rows(cfg, p, layer, x, starts):
+    """For one sequence x (T, C): yields (h, i, visible j, content, prior, values) with every scale applied."""
+    D = cfg.n_embd // cfg.n_head
+    qkv = x @ p[f"blocks.{layer}.attn.qkv.weight"].T
+    for i, start in enumerate(starts):
+        n = i - start + 1
+        for h in range(cfg.n_head):
+            q, k, v = (qkv[:, part * cfg.n_embd + h * D : part * cfg.n_embd + (h + 1) * D] for part in range(3))
+            js = range(start, i + 1)
+            if cfg.pe == "rope":
+                content = torch.stack([turn(q[i], i - start) @ turn(k[j], j - start) for j in js]) / math.sqrt(D)
+            else:
+                content = torch.stack([q[i] @ k[j] for j in js]) / math.sqrt(D)
+            prior = torch.stack([log_prior(cfg, p, layer, h, i - j) for j in js])
+            if cfg.ssmax:
+                scale = p[f"blocks.{layer}.attn.s"][h] * math.log(n)
+                content = content * scale
+                prior = prior if cfg.pe == "alibi" else prior * scale
+            yield h, i, js, content, prior, v[start : i + 1]
+
+
+def parameters(model):
+    """Every weight and buffer as a float64 leaf that can hold a gradient."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: t.detach().double().requires_grad_() for name, t in found.items()}
+
+
+def forward(model, p, tokens, starts=None):
+    """Logits (T, V) of one sequence; starts[i] is where the document of token i begins."""
+    cfg = model.cfg
+    starts = starts or [0] * len(tokens)
+    x = p["embedding.weight"][torch.tensor(tokens)]
+    if cfg.pe == "sinusoidal":
+        table = []
+        for i, start in enumerate(starts):
+            angle = [(i - start) / 10_000 ** (c / cfg.n_embd) for c in range(0, cfg.n_embd, 2)]
+            table.append([math.sin(a) for a in angle] + [math.cos(a) for a in angle])
+        x = x + torch.tensor(table, dtype=torch.float64) / math.sqrt(cfg.n_embd)
+    for layer in range(cfg.n_layer):
+        name = f"blocks.{layer}."
+        heads = [[None] * cfg.n_head for _ in tokens]
+        rows = attention_rows(cfg, p, layer, norm(x, p[name + "norm_attn.weight"]), starts)
+        for h, i, _, content, prior, values in rows:
+            heads[i][h] = torch.softmax(content + prior, 0) @ values
+        x = x + torch.stack([torch.cat(row) for row in heads]) @ p[name + "attn.out.weight"].T
+        gate, up = (norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T).chunk(2, -1)
+        x = x + (gate * torch.sigmoid(gate) * up) @ p[name + "mlp.down.weight"].T
+    head = p.get("head.weight", p["embedding.weight"])
+    return (norm(x, p["norm.weight"]) @ head.T)[:, : cfg.vocab_size]

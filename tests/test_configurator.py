@@ -1,0 +1,304 @@
+"""configurator.py: what a user can write, and what each mistake is told."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from configurator import fail, parse, user_errors
+
+
+@dataclass
+class Net:
+    n_layer: int = 12  # number of Transformer blocks
+    pe: Literal["nope", "rope"] = "rope"  # positional encoding, a meaning
+    # that goes on below, and is long enough that the help has to break it into two lines or more
+
+    # a remark that belongs to no field
+    bias: bool = False  # add a bias # and a hash
+
+    def __post_init__(self):
+        n_layer: int = self.n_layer  # a local variable, no field
+        if n_layer < 1:
+            raise ValueError(f"n_layer = {n_layer}:\nexpected at least 1")
+
+
+@dataclass
+class Run:
+    learning_rate: float = 6e-4  # peak
+    out_dir: str = "out/a b"  # folder
+    lengths: tuple[int, ...] = (512, 4096)  # context lengths
+    betas: tuple[float, ...] = (0.9, 0.95)  # of Adam
+    tasks: tuple[str, ...] = ()  # tasks
+
+
+def read(*argv, positional="config"):
+    (net, run), words = parse([Net, Run], [str(word) for word in argv], "First.\n\nSecond.", positional)
+    return net, run, words
+
+
+def refused(capsys, *argv, positional="config") -> str:
+    """The one line on stderr of a run that has to end with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        read(*argv, positional=positional)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a config file and returns its path."""
+
+    def write(text: str, name: str = "x.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_defaults_and_the_three_kinds_of_words():
+    assert read() == (Net(), Run(), None)
+    assert read(positional=None) == (Net(), Run(), None)
+    assert read("a", "--n_layer=3", "b", positional="runs") == (Net(n_layer=3), Run(), ["a", "b"])
+    assert read(positional="runs")[2] == []
+
+
+def test_too_many_words(capsys):
+    assert "at most one config file" in refused(capsys, "a.py", "b.py")
+    assert "a.py: expected only --key=value" in refused(capsys, "a.py", positional=None)
+
+
+@pytest.mark.parametrize(
+    "word, value",
+    [
+        ("--n_layer=1000", 1000),
+        ("--n_layer=1_000", 1000),
+        ("--n_layer=1e6", 1000000),
+        ("--learning_rate=1", 1.0),
+        ("--learning_rate=-3e-4", -3e-4),
+        ("--out_dir=a=b", "a=b"),
+        ("--out_dir=", ""),
+        ("--out_dir=12", "12"),
+        ("--pe=nope", "nope"),
+        ("--bias", True),
+        ("--bias=TRUE", True),
+        ("--bias=1", True),
+        ("--bias=False", False),
+        ("--bias=0", False),
+        ("--lengths=512,1e6", (512, 1000000)),
+        ("--lengths=7", (7,)),
+        ("--lengths=", ()),
+        ("--betas=1, 0.5", (1.0, 0.5)),
+        ("--tasks=a,b", ("a", "b")),
+    ],
+)
+def test_command_line_value(word, value):
+    net, run, _ = read(word)
+    key = word[2:].split("=")[0]
+    got = {**vars(net), **vars(run)}[key]
+    assert got == value and type(got) is type(value)
+    if isinstance(value, tuple):
+        assert [type(item) for item in got] == [type(item) for item in value]
+
+
+@pytest.mark.parametrize(
+    "word, why",
+    [
+        ("--n_layer=abc", "expected an int"),
+        ("--n_layer=2.0", "expected an int"),
+        ("--n_layer=1.5e0", "expected an int"),
+        ("--n_layer=inf", "expected an int"),
+        ("--n_layer=1e999", "expected an int"),
+        ("--n_layer=", "expected an int"),
+        ("--learning_rate=fast", "expected a finite number"),
+        ("--learning_rate=nan", "expected a finite number"),
+        ("--learning_rate=-inf", "expected a finite number"),
+        ("--bias=yes", "expected true or false"),
+        ("--pe=alibi", "expected one of nope, rope"),
+        ("--lengths=512,x", "expected ints separated by commas"),
+        ("--betas=0.9,nan", "expected floats separated by commas"),
+        ("--tasks=a,,b", "expected strs separated by commas"),
+        ("--n_leyer=3", "unknown key 'n_leyer'; did you mean 'n_layer'?"),
+        ("--learning-rate=3", "unknown key 'learning-rate'; did you mean 'learning_rate'?"),
+        ("--xyz", "unknown key 'xyz'; see --help"),
+        ("-x", "unknown key '-x'; see --help"),
+        ("--n_layer", "expected an int behind an equals sign; write --n_layer=VALUE"),
+    ],
+)
+def test_command_line_mistake(capsys, word, why):
+    assert refused(capsys, word) == f"error: {word}: {why}\n"
+
+
+def test_a_value_behind_a_space(capsys):
+    assert "write --n_layer=3" in refused(capsys, "--n_layer", "3")
+    assert "write --n_layer=3" in refused(capsys, "x.py", "--n_layer", "3")  # not: two config files
+    assert "write --n_layer=VALUE" in refused(capsys, "--n_layer", "--bias")
+    assert "write --bias=false" in refused(capsys, "--bias", "false")
+    assert read("--bias", "out/a", positional="runs")[0].bias is True
+
+
+def test_later_wins(file):
+    path = file("n_layer = 2\nlearning_rate = 2.0")
+    net, run, taken = read("--n_layer=3", path, "--n_layer=4")
+    assert (net.n_layer, run.learning_rate, taken) == (4, 2.0, str(path))
+
+
+def test_config_file_values(file):
+    path = file(
+        "import math\nimport os.path as p\n_n = 5\nn_layer: int = _n\nlearning_rate = 1\nlengths = [1, 2]\n"
+        "betas = 1\ntasks = 'a'\nout_dir = __file__ + ' \N{GREEK SMALL LETTER BETA}'\nbias = True\npe = 'nope'"
+    )
+    net, run, _ = read(path)
+    assert net == Net(5, "nope", True)
+    assert run == Run(1.0, f"{path} \N{GREEK SMALL LETTER BETA}", (1, 2), (1.0,), ("a",))
+    assert type(run.learning_rate) is float and type(run.betas[0]) is float
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("n_layer = '3'", "expected an int"),
+        ("n_layer = True", "expected an int"),
+        ("n_layer = 2.0", "expected an int"),
+        ("learning_rate = '1'", "expected a finite number"),
+        ("learning_rate = False", "expected a finite number"),
+        ("out_dir = 3", "expected a string"),
+        ("bias = 1", "expected true or false"),
+        ("pe = 'alibi'", "expected one of nope, rope"),
+        ("pe = ['rope']", "expected one of nope, rope"),
+        ("lengths = [1, 'a']", "expected ints separated by commas"),
+        ("lengths = '512'", "expected ints separated by commas"),
+    ],
+)
+def test_config_file_wrong_type(capsys, file, line, why):
+    path = file(line)
+    assert refused(capsys, path) == f"error: {path}: {line}: {why}\n"
+
+
+def test_config_file_numbers_that_are_not_finite(capsys, file):
+    for value in ("float('nan')", "float('inf')", "10**400"):
+        assert "expected a finite number" in refused(capsys, file(f"learning_rate = {value}"))
+
+
+def test_config_file_unknown_key(capsys, file):
+    path = file("learning_rat = 1")
+    assert refused(capsys, path) == f"error: {path}: unknown key 'learning_rat'; did you mean 'learning_rate'?\n"
+    assert "unknown key 'sqrt'" in refused(capsys, file("from math import sqrt"))
+
+
+def test_config_file_that_does_not_run(capsys, file, tmp_path):
+    path = file("n_layer = 1\nn_layer = = 2")
+    assert refused(capsys, path) == f"error: {path}, line 2: SyntaxError: invalid syntax\n"
+    path = file("def _f():\n    return nothing\n\nn_layer = _f()")
+    assert f"{path}, line 2: NameError: name 'nothing'" in refused(capsys, path)
+    path = file("import json\n\njson.loads('{')")
+    assert f"{path}, line 3: JSONDecodeError" in refused(capsys, path)
+    path = file("raise RuntimeError('one\\ntwo')")
+    assert f"{path}, line 1: RuntimeError: one two" in refused(capsys, path)
+    path.write_bytes(b"out_dir = '\xff'")
+    assert "utf-8" in refused(capsys, path)
+
+
+def test_missing_file(capsys, tmp_path):
+    path = tmp_path / "none.py"
+    assert refused(capsys, path) == f"error: {path}: no such file or directory\n"
+    assert f"{tmp_path}: is a directory" in refused(capsys, tmp_path)
+
+
+def test_base_chain(file):
+    file("n_layer = 1\nlearning_rate = 1.0\nbias = True", "a.py")
+    file("base = '../a.py'\nn_layer = 2\nlearning_rate = 2.0", "sub/b.py")
+    path = file("n_layer = 3\nbase = 'sub/b.py'", "c.py")
+    net, run, _ = read(path)
+    assert (net.n_layer, run.learning_rate, net.bias) == (3, 2.0, True)
+
+
+def test_base_mistakes(capsys, file):
+    file("base = 'sub/b.py'", "a.py")
+    path = file("base = '../a.py'", "sub/b.py")
+    assert "base goes in a circle" in refused(capsys, path)
+    assert "x.py: base = 'none.py': expected the path" in refused(capsys, file("base = 'none.py'"))
+    assert "x.py: base = 3: expected the path" in refused(capsys, file("base = 3"))
+    file("n_leyer = 3", "bad.py")
+    assert "bad.py: unknown key 'n_leyer'" in refused(capsys, file("base = 'bad.py'"))
+
+
+def test_post_init_error(capsys, file):
+    assert refused(capsys, "--n_layer=0") == "error: n_layer = 0: expected at least 1\n"
+    assert "expected at least 1" in refused(capsys, file("n_layer = 0"))
+
+
+def help_of(capsys, *argv, positional="config") -> str:
+    with pytest.raises(SystemExit) as stop:
+        read(*argv, positional=positional)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0 and err == ""
+    return out
+
+
+def test_help_lists_every_key(capsys):
+    text = help_of(capsys, "--help")
+    assert max(map(len, text.splitlines())) <= 100
+    flat = re.sub(r"\s+", " ", text)
+    assert flat.startswith("First. usage: python ") and "Second" not in flat
+    net, run = flat.split(" Net ")[1].split(" Run ")
+    assert net == (
+        "--n_layer=12 (int) number of Transformer blocks "
+        "--pe=rope (one of nope, rope) positional encoding, a meaning that goes on below, and is long enough that the "
+        "help has to break it into two lines or more "
+        "--bias=false (bool) add a bias # and a hash"
+    )
+    assert run.strip() == (
+        "--learning_rate=0.0006 (float) peak --out_dir='out/a b' (str) folder "
+        "--lengths=512,4096 (ints separated by commas) context lengths "
+        "--betas=0.9,0.95 (floats separated by commas) of Adam --tasks='' (strs separated by commas) tasks"
+    )
+
+
+def test_help_usage_and_defaults_of_a_config_file(capsys, file):
+    assert "[CONFIG.py] [--key=value ...]\n" in help_of(capsys, "-h", "--n_leyer=3")
+    assert "[runs ...] [--key=value ...]\n" in help_of(capsys, "out/a", "-h", positional="runs")
+    assert re.search(r"^usage: python \S+ \[--key=value ...\]$", help_of(capsys, "-h", positional=None), re.M)
+    path = file(f"n_layer = 7\nout_dir = '{'long/' * 9}'")
+    text = help_of(capsys, path, "--help")
+    assert "--n_layer=7 " in text and f"--out_dir={'long/' * 9}\n" + " " * 32 + "(str) folder\n" in text
+
+
+def test_mistakes_of_the_programmer():
+    @dataclass
+    class Twice:
+        n_layer: int = 1  # again
+
+    @dataclass
+    class Odd:
+        table: dict = None  # no supported type
+
+    for classes, why in (([Net, Twice], "n_layer: the name is taken"), ([Odd], "unsupported type")):
+        with pytest.raises(AssertionError, match=why):
+            parse(classes, [], "")
+
+
+def test_user_errors_turns_only_what_a_user_causes(capsys, tmp_path):
+    for error, line in (
+        (ValueError("bad\nvalue"), "error: bad value\n"),
+        (OSError("disk on fire"), "error: disk on fire\n"),
+        (FileNotFoundError(2, "No such file or directory", "a.pt"), "error: a.pt: no such file or directory\n"),
+    ):
+        with pytest.raises(SystemExit) as stop, user_errors():
+            raise error
+        assert stop.value.code == 2 and capsys.readouterr().err == line
+    for bug in (TypeError, KeyError, AssertionError):
+        with pytest.raises(bug), user_errors():
+            raise bug("ours")
+
+
+def test_fail(capsys):
+    with pytest.raises(SystemExit) as stop:
+        fail("got this; expected that")
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: got this; expected that\n"

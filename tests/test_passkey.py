@@ -1,0 +1,186 @@
+"""The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line from end to end."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model
+
+import eval_passkey as E
+import prepare_fineweb
+from model import save_checkpoint
+from tokenizer import EOT, get_tokenizer
+
+
+@pytest.fixture(params=["bytes", "gpt2"])
+def enc(request, monkeypatch):
+    if request.param == "gpt2":
+        if "NANOBAM_TEST_DATA" not in os.environ:
+            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+    return get_tokenizer(request.param)
+
+
+@pytest.mark.parametrize("wording", E.WORDINGS)
+@pytest.mark.parametrize("filler", [*E.FILLERS, "corpus"])
+def test_lengths_are_exact_and_the_prompt_is_a_prefix(enc, wording, filler):
+    text = E.FILLERS.get(filler, "Ein Übel — “naïve” café, 東京の空.\nSecond line; more words here, and 42 of them. ")
+    rng = np.random.default_rng(0)
+    for length in (180, 181, 256, 1023, 4096):
+        for depth in (0, 0.1, 0.5, 0.83, 1):
+            key = int(rng.integers(10_000, 100_000))
+            prompt = E.passkey_prompt(enc, length, depth, key, E.WORDINGS[wording], text)
+            assert len(prompt.tokens) == length and prompt.tokens[0] == enc.eot_token
+            assert prompt.tokens.count(enc.eot_token) == 1
+            whole, answer = enc.decode(prompt.tokens), enc.decode(prompt.tokens[-prompt.answer :])
+            assert answer == f" {key}" and whole.count(str(key)) >= 2
+            assert [enc.eot_token, *enc.encode_ordinary(whole[len(EOT) : -len(answer)])] == prompt.tokens[
+                : -prompt.answer
+            ]
+            if length > 4000:
+                place = whole.index(E.WORDINGS[wording].needle[:10]) / len(whole)
+                assert place == pytest.approx(depth, abs=0.12) and abs(prompt.depth - depth) < 0.05
+
+
+def test_answer_tokens(enc):
+    prompt = E.passkey_prompt(enc, 300, 0.5, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"])
+    assert prompt.answer == (6 if enc.name == "bytes" else len(enc.encode_ordinary(" 12345")))
+
+
+def test_too_short_a_length_says_what_it_needs(enc):
+    needs = E.shortest_prompt(enc, 12345, E.WORDINGS["passkey"], E.DESCRIPTION)
+    arguments = 0.5, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"], E.DESCRIPTION
+    with pytest.raises(ValueError, match=f"at least {needs}"):
+        E.passkey_prompt(enc, needs - 1, *arguments)
+    assert len(E.passkey_prompt(enc, needs, *arguments).tokens) == needs
+
+
+def test_oracle_constant_and_one_wrong_token(enc):
+    cfg = E.PasskeyConfig(depths=5, seeds=(1, 2))
+    prompts = E.make_prompts(enc, cfg, 300, E.FILLERS["passkey"], "")
+    assert len({tuple(p.tokens) for p in prompts}) == 10
+
+    def one_wrong(idx, n):
+        guess = idx[:, -n:].clone()
+        guess[:, -1] += 1
+        return guess
+
+    assert all(E.retrieved(lambda idx, n: idx[:, -n:], prompts, 900))
+    assert not any(E.retrieved(one_wrong, prompts, 900))
+    assert not any(E.retrieved(lambda idx, n: torch.full((len(idx), n), 7), prompts, 900))
+
+
+def test_prompts_are_a_function_of_seed_and_length():
+    enc = get_tokenizer("bytes")
+    first, again, other = (
+        [p.tokens for p in E.make_prompts(enc, E.PasskeyConfig(seeds=(s,)), 256, E.FILLERS["passkey"], "")]
+        for s in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+def test_wilson_interval():
+    """Values of the closed form by hand: 0 of 20 ends at z^2 / (n + z^2); 10 of 20 is symmetric."""
+    z2 = 1.96**2
+    assert E.wilson(0, 20) == (0.0, pytest.approx(z2 / (20 + z2)))
+    assert E.wilson(20, 20) == (pytest.approx(20 / (20 + z2)), 1.0)
+    low, high = E.wilson(10, 20)
+    assert low + high == pytest.approx(1.0) and low == pytest.approx(0.2993, abs=1e-4)
+
+
+def test_exercises_never_hold_the_texts_that_test_generalisation():
+    """No word of the reworded needle's name, and no sentence of the unseen filler, is in the exercises."""
+    sentences = " ".join(part for pair in prepare_fineweb.EXERCISE_WORDINGS for part in pair).lower()
+    assert not any(word in sentences for word in prepare_fineweb.HELD_OUT_WORDS)
+    enc = get_tokenizer("bytes")
+    windows = list(
+        prepare_fineweb.exercise_windows(np.random.default_rng(0), 200, 256, enc, "Lorem ipsum dolor. " * 300)
+    )
+    text = "".join(enc.decode(w) for w in windows)
+    assert all(len(w) == 256 and w[0] == 256 for w in windows)
+    assert text.count("The pass key is") > 100 and text.count("The grass") > 50
+    assert not any(f"the {a} {b} is" in text.lower() for a in ("secret", "number") for b in ("secret", "number"))
+    assert not any(sentence in text for sentence in E.FILLERS["unseen"].split(".")[:-1])
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    model = make_model("ggd", True, block_size=128)
+    save_checkpoint(folder / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
+    return folder
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["eval_passkey.py", *map(str, arguments)])
+    E.main()
+
+
+def test_command_line_writes_table_record_and_pictures(run, tmp_path, monkeypatch, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "last.pt").write_bytes((run / "last.pt").read_bytes())
+    call(monkeypatch, run, other, "--depths=3", "--seeds=1,2", "--lengths=300,128")
+    printed = capsys.readouterr().out
+    assert "0% [0, 39]" in printed and "other" in printed and printed.index("128") < printed.index("300")
+    for folder in (run, other):
+        records = [
+            json.loads(line) for line in (folder / "eval/passkey.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        assert [r["length"] for r in records] == [128, 300] and all(r["n"] == 6 and r["correct"] == 0 for r in records)
+        assert records[0]["training_length"] == 128 and records[0]["config"]["description"] is False
+    for picture in ("passkey.png", "passkey_depth.png"):
+        assert (run / "eval" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, capsys):
+    call(monkeypatch, run / "last.pt", "--depths=1")
+    assert [r.split()[1:] for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["run"]] == [
+        ["128", "256", "512", "1,024", "2,048"]
+    ]
+
+
+def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
+    whole = E.retrieved
+
+    def interrupted(scorer, prompts, *rest):
+        if len(prompts[0].tokens) == 300:
+            raise KeyboardInterrupt
+        return whole(scorer, prompts, *rest)
+
+    monkeypatch.setattr(E, "retrieved", interrupted)
+    call(monkeypatch, run, "--depths=2", "--lengths=128,300")
+    assert len((run / "eval/passkey.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    assert "stopped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no run given"),
+        (("missing",), "no checkpoint missing"),
+        (("RUN", "--lengths=50"), "needs at least"),
+        (("RUN", "--lenths=50"), "did you mean 'lengths'"),
+        (("RUN", "--filler=no_such_file.txt"), "no_such_file.txt"),
+        (("RUN", "--device=tpu9"), "device"),
+        (("RUN", "--seeds=1,1"), "seeds"),
+    ],
+)
+def test_errors_are_one_sentence(run, monkeypatch, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, *(run if a == "RUN" else a for a in arguments))
+    printed = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert not (run / "eval").exists()
+
+
+def test_help_lists_every_key(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, "--help")
+    printed = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(f"--{key}=" in printed for key in E.PasskeyConfig.__dataclass_fields__)

@@ -1,0 +1,93 @@
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import requests
+import tiktoken
+
+from tokenizer import EOT, encode_document, get_tokenizer, split_long_runs
+
+TEXTS = {
+    "newlines": "a\nb\r\n\n\tc  d \n",
+    "separators": "a\u2028b\u2029c\x85d\x0be\x1cf\x00g",
+    "unicode": "naïve 漢字 \U0001f600 e\u0301 \ufeff \U0010ffff",
+    "marker": f"one {EOT} two",
+    "spaces": " " * 200_000,
+    "letters": "a" * 200_000,
+    "panic": " " * 1_500_000 + "x",  # tiktoken alone overflows its stack here
+}
+
+
+@pytest.fixture(params=["bytes", "gpt2"])
+def enc(request, monkeypatch):
+    if request.param == "gpt2":
+        if "NANOBAM_TEST_DATA" not in os.environ:
+            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 files")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+    return get_tokenizer(request.param)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_decoding_restores_the_text(enc, text):
+    ids = encode_document(enc, text)
+    assert ids[0] == enc.eot_token
+    assert enc.decode(ids[1:]) == text
+
+
+def test_marker_inside_a_text_is_no_boundary(enc):
+    assert encode_document(enc, TEXTS["marker"]).count(enc.eot_token) == 1
+
+
+def test_empty_text_is_one_token(enc):
+    assert encode_document(enc, "") == [enc.eot_token]
+
+
+def test_surrogates_are_joined_or_replaced(enc):
+    text = "a\ud800b \udc00 \ud83d\ude00"
+    assert enc.decode(encode_document(enc, text)[1:]) == "a\ufffdb \ufffd \U0001f600"
+
+
+def test_usual_text_is_encoded_as_by_tiktoken(enc):
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert encode_document(enc, text) == [enc.eot_token, *enc.encode_ordinary(text)]
+
+
+def test_bytes_are_their_own_ids():
+    enc = get_tokenizer("bytes")
+    assert enc.n_vocab == 257 and enc.eot_token == 256
+    assert enc.encode_ordinary(TEXTS["unicode"]) == list(TEXTS["unicode"].encode())
+    assert enc.encode(EOT, allowed_special="all") == [256]
+
+
+def test_bytes_survive_pickling():
+    """Worker processes started by spawn receive a pickled tokenizer."""
+    assert pickle.loads(pickle.dumps(get_tokenizer("bytes"))).encode_ordinary("é") == [195, 169]
+
+
+@pytest.mark.parametrize("enc", ["gpt2"], indirect=True)
+def test_gpt2_ids(enc):
+    assert enc.n_vocab == 50257 and enc.eot_token == 50256
+    assert enc.encode_ordinary("hello world") == [31373, 995]
+
+
+def test_only_long_runs_are_cut():
+    assert list(split_long_runs("a" * 4095 + " b")) == ["a" * 4095 + " b"]
+    pieces = list(split_long_runs("x " + "a" * 10_000))
+    assert len(pieces) == 3 and "".join(pieces) == "x " + "a" * 10_000
+
+
+def test_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="unknown tokenizer 'gpt4'"):
+        get_tokenizer("gpt4")
+
+
+def test_gpt2_without_files_and_network_says_what_to_do(monkeypatch, tmp_path):
+    def no_network(*args, **kwargs):
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.setattr(requests, "get", no_network)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # an earlier test may have loaded it
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(OSError, match="connect to the network once, or set TIKTOKEN_CACHE_DIR"):
+        get_tokenizer("gpt2")

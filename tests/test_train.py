@@ -1,0 +1,296 @@
+"""train.py: data order, exact resume, validation, schedule, and what it says when something is wrong."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import train as T
+from model import ModelConfig, load_checkpoint
+from prepare_fineweb import write_shard
+
+MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+
+
+def write_data(folder, train_tokens=2000, val_tokens=600, document=90, **meta):
+    """Shards of random bytes in documents of `document` tokens."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name, n in (("val_000000", val_tokens), ("train_000001", train_tokens)):
+        tokens = rng.integers(97, 123, n)
+        tokens[::document] = 256
+        write_shard(folder / f"x_{name}.bin", tokens)
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "window": None, **meta}), encoding="utf-8")
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_data(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def trainer(data, out, pe="ggd", ssmax=True, model=None, **changes):
+    options = {
+        "batch_size": 2, "tokens_per_step": 64, "max_steps": 10, "optimizer": "adamw", "learning_rate": 1e-2,
+        "prior_lr": 5e-2, "log_interval": 1, "eval_interval": 5, "eval_windows": 8, "device": "cpu", **changes,
+    }  # fmt: skip
+    cfg = T.TrainConfig(data=str(data), out_dir=str(out), **options)
+    return T.Trainer(cfg, ModelConfig(**MODEL | {"pe": pe, "ssmax": ssmax} | (model or {})))
+
+
+def same(a, b):
+    """Bit for bit equal, through nested lists and dictionaries."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
+
+
+def state(out):
+    saved = load_checkpoint(out)
+    return {key: saved[key] for key in ("model", "optimizer", "step", "best", "rng")}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "radam"])
+def test_5_steps_and_resume_and_5_steps_are_10_steps(data, tmp_path, optimizer):
+    trainer(data, tmp_path / "straight", optimizer=optimizer).loop()
+    first = trainer(data, tmp_path / "parts", optimizer=optimizer)
+    step = first.train_step
+
+    def interrupted_at_5():
+        first.stop = first.step == 4  # as Ctrl-C does: this step is finished, saved, and the last
+        return step()
+
+    first.train_step = interrupted_at_5
+    first.loop()
+    assert load_checkpoint(tmp_path / "parts")["step"] == 5
+    trainer(data, tmp_path / "parts", optimizer=optimizer, resume=True).loop()
+    assert same(state(tmp_path / "straight"), state(tmp_path / "parts"))
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(data, tmp_path):
+    trainer(data, tmp_path / "straight").loop()
+    killed = trainer(data, tmp_path / "killed")
+    step = killed.train_step
+
+    def die_at_8():
+        if killed.step == 8:
+            raise MemoryError("killed")
+        return step()
+
+    killed.train_step = die_at_8
+    with pytest.raises(MemoryError):
+        killed.loop()
+    assert load_checkpoint(tmp_path / "killed")["step"] == 5
+    with open(tmp_path / "killed/log.jsonl", "a", encoding="utf-8") as f:
+        f.write('{"step": 9, "lo')  # a line half written
+    trainer(data, tmp_path / "killed", resume=True).loop()
+    assert same(state(tmp_path / "straight"), state(tmp_path / "killed"))
+
+    def read(name):
+        lines = (tmp_path / name / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+    assert read("killed") == read("straight") and [r["step"] for r in read("killed")] == list(range(1, 11))
+
+
+def test_ctrl_c_saves_and_exits_with_130(data, tmp_path):
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv.pop(1)); import train as T\n"
+        "step = T.Trainer.train_step\n"
+        "interrupt = lambda self: os.kill(os.getpid(), signal.SIGINT) if self.step == 3 else None\n"
+        "T.Trainer.train_step = lambda self: (interrupt(self), step(self))[1]\n"
+        "T.main()"
+    )
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + [f"--data={data}", f"--out_dir={tmp_path / 'out'}"]
+    options += ["--batch_size=2", "--tokens_per_step=64", "--max_steps=10", "--eval_windows=8", "--device=cpu"]
+    done = subprocess.run([sys.executable, "-c", code, str(T.ROOT), *options], capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert load_checkpoint(tmp_path / "out")["step"] == 4 and "--resume continues" in done.stdout
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_checkpoints_and_log(data, tmp_path):
+    run = trainer(data, tmp_path / "out", compile="false")
+    run.loop()
+    saved = torch.load(tmp_path / "out/last.pt", weights_only=True)
+    assert saved["step"] == 10 and saved["tokenizer"] == "bytes" and saved["train_config"]["prior_lr"] == 5e-2
+    assert not any("module." in k or "_orig_mod" in k for k in saved["model"])
+    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert np.shape(log[-1]["theta_beta"]) == np.shape(log[-1]["s"]) == (2, 2)
+    losses = {r["step"]: r["val"] for r in log if "val" in r}
+    best = load_checkpoint(tmp_path / "out/best.pt")
+    assert set(losses) == {5, 10} and best["best"] == min(losses.values()) and losses[best["step"]] == best["best"]
+    assert {"val_1x", "val_2x", "val_4x"} <= set(log[-1])
+
+
+def test_every_window_once_an_epoch_over_all_ranks():
+    order = T.Order(windows=50, per_step=8, seed=3)
+    seen = np.concatenate([order.step(s, rank, 4) for s in range(25) for rank in range(4)])
+    assert (np.bincount(seen, minlength=50) == 4).all()  # 25 steps of 8 windows are 4 epochs of 50
+    assert sorted(order.step(9)) == sorted(np.concatenate([order.step(9, rank, 4) for rank in range(4)]))
+    assert (order.step(2) == T.Order(50, 8, 3).step(2)).all() and (order.step(2) != T.Order(50, 8, 4).step(2)).any()
+
+
+def test_windows_reach_the_last_token_of_every_shard(tmp_path):
+    for i, n in enumerate((33, 48, 49)):
+        write_shard(tmp_path / f"{i}.bin", np.arange(n) + 100 * i)
+    windows = T.Windows(sorted(tmp_path.glob("*.bin")), 16)
+    assert len(windows) == 2 + 2 + 3
+    assert windows.take(np.array([1, 2, 6])).tolist() == [list(range(a, a + 17)) for a in (16, 100, 232)]
+
+
+def test_two_encodings_see_the_same_batches_and_validation(data, tmp_path):
+    a, b = trainer(data, tmp_path / "a"), trainer(data, tmp_path / "b", pe="rope", ssmax=False)
+    assert all((a.order.step(s) == b.order.step(s)).all() for s in range(10))
+    assert torch.equal(a.validation.windows, b.validation.windows) and torch.equal(a.validation.long, b.validation.long)
+
+
+def test_validation_contexts_score_the_same_targets(data, tmp_path):
+    """Documents of 90 tokens hold one window of 4 x 16 + 1; an encoding that sees one key cannot tell them apart."""
+    run = trainer(data, tmp_path / "out", pe="nope", ssmax=False)
+    assert run.validation.long.shape[1] == 65 and not (run.validation.long[:, 1:] == 256).any()
+    run.model.forward = lambda idx, y, doc_ids: (y[y != -100] / 100).mean()
+    losses = run.validation.run(run.model, run.device, run.autocast)
+    assert losses["val_1x"] == losses["val_2x"] == losses["val_4x"] != losses["val"]
+
+
+def test_no_long_document_is_said(tmp_path, capsys):
+    write_data(tmp_path / "short", document=30)
+    assert trainer(tmp_path / "short", tmp_path / "out").validation.long is None
+    assert "no val_2x" in capsys.readouterr().out
+
+
+def test_gradient_accumulation_is_the_joined_batch(data, tmp_path):
+    found = []
+    for batch_size in (4, 1):
+        run = trainer(data, tmp_path / str(batch_size), batch_size=batch_size, grad_clip=0.0)
+        with torch.no_grad():
+            for p in run.model.parameter_groups()["theta"]:
+                p.uniform_(0.2, 1.0, generator=torch.Generator().manual_seed(0))
+        gradients = {}
+        run.optimizer.register_step_pre_hook(
+            lambda *_, run=run, g=gradients: g.update({n: p.grad.clone() for n, p in run.model.named_parameters()})
+        )
+        loss, norm = run.train_step()
+        found.append((loss, norm, gradients))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    for name, gradient in found[0][2].items():
+        torch.testing.assert_close(gradient, found[1][2][name], rtol=1e-4, atol=1e-7)
+
+
+def test_learning_rates_follow_warm_up_and_cosine(data, tmp_path):
+    cfg = T.TrainConfig(warmup_steps=10, max_steps=110, min_lr_fraction=0.1)
+    factors = [T.learning_rate_factor(s, cfg) for s in range(111)]
+    assert factors[0] == pytest.approx(1 / 11) and factors[10] == 1.0
+    assert factors[60] == pytest.approx(0.55) and factors[110] == pytest.approx(0.1)
+    assert T.learning_rate_factor(0, T.TrainConfig(warmup_steps=0)) == 1.0
+    run = trainer(data, tmp_path / "out", ssmax_lr=3e-2)
+    run.train_step()
+    assert {g["name"]: g["lr"] for g in run.optimizer.param_groups} == {
+        "matrix": 1e-2, "norm": 1e-2, "theta": 5e-2, "s": 3e-2,
+    }  # fmt: skip
+
+
+def test_a_fixed_batch_is_learned(data, tmp_path):
+    run = trainer(data, tmp_path / "out", max_steps=60)
+    run.order.step = lambda step: np.array([0, 1, 2, 3])
+    losses = [run.train_step()[0] for _ in range(60)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_last_target_of_packed_windows_is_not_trained(tmp_path):
+    """Packed windows are shuffled: the token behind a window belongs to another text."""
+    write_data(tmp_path / "packed", window=16)
+    run, seen = trainer(tmp_path / "packed", tmp_path / "out"), []
+    run.run = lambda idx, targets, doc_ids: (seen.append(targets), run.model(idx, targets, doc_ids))[1]
+    run.train_step()
+    assert all((y[:, -1] == -100).all() and (y[:, :-1] >= 0).all() for y in seen)
+
+
+def main(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["train.py", *map(str, arguments)])
+    T.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--learning_rat=1",), "did you mean 'learning_rate'"),
+        (("missing.py",), "missing.py"),
+        (("--data=missing",), "no *train_*.bin"),
+        (("--block_size=1024", "--tokens_per_step=2048"), "less than 1024 + 1"),
+        (("--vocab_size=100",), "set vocab_size to 257"),
+        (("--n_head=3",), "divisible"),
+        (("--tokens_per_step=48",), "multiple"),
+        (("--resume",), "no checkpoint"),
+        (("--device=tpu9",), "device tpu9"),
+        (("--dtype=float16",), "float16"),
+        (("--max_steps=0",), "at least 1"),
+    ],
+)
+def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys, arguments, message):
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + ["--batch_size=2", "--tokens_per_step=64", "--device=cpu"]
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch, *options, f"--data={data}", f"--out_dir={tmp_path / 'out'}", *arguments)
+    printed = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_packed_for_another_window_is_refused(tmp_path, capsys):
+    write_data(tmp_path / "packed", window=32)
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "packed", tmp_path / "out")
+    assert "windows of 32 tokens, block_size is 16" in capsys.readouterr().err
+
+
+def test_a_run_is_never_overwritten(data, tmp_path, capsys):
+    trainer(data, tmp_path / "out", max_steps=1).loop()
+    before = (tmp_path / "out/last.pt").read_bytes()
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out")
+    assert stopped.value.code == 2 and "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "out/last.pt").read_bytes() == before
+    with pytest.raises(SystemExit):
+        trainer(data, tmp_path / "out", resume=True, model={"n_layer": 1})
+    assert "another model" in capsys.readouterr().err
+
+
+def test_data_is_prepared_when_it_is_missing(tmp_path, monkeypatch, capfd):
+    text = tmp_path / "a.txt"
+    text.write_text("Some words, again and again. " * 40, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("Other words for the validation. " * 20, encoding="utf-8")
+    prepare = f"--source=files --files={text},{tmp_path / 'b.txt'} --window=16 --val_fraction=0.2"
+    run = trainer(tmp_path / "made", tmp_path / "out", prepare=prepare)
+    assert len(run.train) > 50 and (tmp_path / "made/meta.json").exists()
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "other", tmp_path / "out2", prepare="--source=nothing")
+    assert "did not succeed" in capfd.readouterr().err
+
+
+def test_config_files_are_valid():
+    """Every config in config/ loads and builds on the meta device."""
+    import configurator
+
+    for file in sorted((T.ROOT / "config").glob("*.py")):
+        (model_cfg, _), _ = configurator.parse(
+            [ModelConfig, T.TrainConfig], [str(file)], T.__doc__, positional="config"
+        )
+        with torch.device("meta"):
+            T.GPT(model_cfg)
+
+
+def test_help_lists_every_key(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch, "--help")
+    printed = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for cls in (ModelConfig, T.TrainConfig):
+        for field in dataclasses.fields(cls):
+            assert f"--{field.name}=" in printed

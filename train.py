@@ -1,0 +1,389 @@
+"""Train a model: python train.py config/ggd_bam_cpu.py --key=value
+
+Writes last.pt, best.pt (lowest validation loss), log.jsonl and config.json into out_dir. Ctrl-C stops after the current
+step with a checkpoint; --resume continues any stopped or killed run exactly as if it had never stopped.
+"""
+
+import json
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import configurator
+from configurator import fail, user_errors
+from model import GPT, ModelConfig, load_checkpoint, pick_device, save_checkpoint
+from prepare_fineweb import read_shard
+from tokenizer import get_tokenizer
+
+ROOT = Path(__file__).resolve().parent
+CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
+
+
+@dataclass
+class TrainConfig:
+    """How to train. Raises ValueError, in one sentence, if it makes no sense."""
+
+    data: str = "data/fineweb10B"  # folder of token shards
+    prepare: str = ""  # options with which prepare_fineweb.py is run first if that folder is not there
+    out_dir: str = "out/run"  # folder of this run
+    seed: int = 1  # of the initial weights and of the order of the windows
+    batch_size: int = 32  # windows of block_size tokens per micro-step and process
+    tokens_per_step: int = 589_824  # tokens per optimizer step, over all micro-steps and processes
+    max_steps: int = 20_000  # optimizer steps
+    optimizer: Literal["adamw", "radam"] = "radam"  # both with decoupled weight decay
+    learning_rate: float = 1e-3  # of the weights
+    prior_lr: float = 1e-3  # of theta, the parameters of the ggd prior
+    ssmax_lr: float = 1e-3  # of s
+    warmup_steps: int = 0  # steps of linear warm-up
+    min_lr_fraction: float = 0.1  # the rates fall along a cosine to this fraction of their peak
+    beta1: float = 0.9  # optimizer: decay of the mean of the gradient
+    beta2: float = 0.95  # optimizer: decay of the mean of its square
+    weight_decay: float = 0.1  # of matrices and embeddings; norms, theta and s have none
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    log_interval: int = 10  # steps between log lines
+    eval_interval: int = 500  # steps between validations and checkpoints
+    eval_windows: int = 256  # validation windows of block_size tokens
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay float32
+    compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA
+    resume: bool = False  # continue the run in out_dir from its last.pt
+
+    def __post_init__(self):
+        for name in ("batch_size", "tokens_per_step", "max_steps", "log_interval", "eval_interval", "eval_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("learning_rate", "prior_lr", "ssmax_lr", "warmup_steps", "weight_decay", "grad_clip", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+
+class Windows:
+    """All windows of some shards: window k of a shard is its tokens kT ... kT + T (T inputs, and targets one later)."""
+
+    def __init__(self, files: list[Path], T: int):
+        self.T, self.shards = T, [read_shard(f) for f in files]
+        self.first = np.cumsum([0] + [(len(s) - 1) // T for s in self.shards])  # index of each shard's first window
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """(B,) window indices -> (B, T + 1) int64."""
+        out = np.empty((len(indices), self.T + 1), dtype=np.int64)
+        for row, index in zip(out, indices, strict=True):
+            shard = int(np.searchsorted(self.first, index, side="right")) - 1
+            k = int(index - self.first[shard]) * self.T
+            row[:] = self.shards[shard][k : k + self.T + 1]
+        return torch.from_numpy(out)
+
+
+class Order:
+    """Which windows a step trains on: a pure function of (seed, step), so that a resumed run sees what it would have
+    seen, and every encoding sees the same. Each epoch is one permutation of all windows."""
+
+    def __init__(self, windows: int, per_step: int, seed: int):
+        self.windows, self.per_step, self.seed = windows, per_step, seed
+        self.epoch, self.permutation = -1, None
+
+    def step(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Indices for one rank: with `world` ranks, every world-th window of the step."""
+        places = np.arange(step * self.per_step + rank, (step + 1) * self.per_step, world)
+        return np.array([self.at(int(p)) for p in places])
+
+    def at(self, place: int) -> int:
+        epoch, offset = divmod(place, self.windows)
+        if epoch != self.epoch:
+            self.epoch, self.permutation = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.windows)
+        return int(self.permutation[offset])
+
+
+def find_data(cfg: TrainConfig, model_cfg: ModelConfig) -> tuple[Windows, Windows, dict]:
+    """Training windows, validation windows and meta.json of a data folder, which is prepared first if it is missing."""
+    folder = Path(cfg.data)
+    if cfg.prepare and not (folder / "meta.json").exists():  # written last: without it, the folder is not whole
+        print(f"{folder} is not there yet: prepare_fineweb.py {cfg.prepare}", flush=True)
+        command = [sys.executable, str(ROOT / "prepare_fineweb.py"), *shlex.split(cfg.prepare), f"--out_dir={folder}"]
+        if subprocess.run(command).returncode:
+            fail(f"preparing {folder} did not succeed; see the message above")
+    train, val = sorted(folder.glob("*train_*.bin")), sorted(folder.glob("*val_*.bin"))
+    if not train or not val:
+        fail(f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py")
+    meta_file = folder / "meta.json"
+    meta = json.loads(meta_file.read_text(encoding="utf-8")) if meta_file.exists() else {}
+    meta.setdefault("tokenizer", "gpt2")
+    with user_errors():
+        meta["eot"] = get_tokenizer(meta["tokenizer"]).eot_token
+        train, val = Windows(train, model_cfg.block_size), Windows(val, model_cfg.block_size)
+    check_data(cfg, model_cfg, meta, train, val)
+    return train, val, meta
+
+
+def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Windows, val: Windows) -> None:
+    T, window, eot = model_cfg.block_size, meta.get("window"), meta["eot"]
+    if window and window != T:
+        fail(f"{cfg.data} has exercises packed for windows of {window} tokens, block_size is {T}; prepare it again")
+    if eot >= model_cfg.vocab_size:
+        fail(f"{cfg.data} has token ids up to {eot}, vocab_size is {model_cfg.vocab_size}; set vocab_size to {eot + 1}")
+    for name, windows in (("training", train), ("validation", val)):
+        if not len(windows):
+            tokens = sum(len(s) for s in windows.shards)
+            fail(f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size")
+
+
+def long_windows(val: Windows, eot: int, count: int) -> Tensor | None:
+    """(N, 4T + 1) validation windows inside single long documents, N <= count; None if no document is that long."""
+    size, found = CONTEXTS[-1] * val.T + 1, []
+    for shard in val.shards:
+        edges = [*np.flatnonzero(shard == eot).tolist(), len(shard)]
+        for begin, end in zip(edges, edges[1:], strict=False):
+            found += [shard[at : at + size] for at in range(begin, end - size + 1, size - 1)]
+    picks = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int) if found else []
+    return torch.from_numpy(np.stack([found[i] for i in picks]).astype(np.int64)) if found else None
+
+
+class Validation:
+    """Losses on fixed windows: `val` on windows as in training, and `val_1x`, `val_2x`, `val_4x` with the same target
+    tokens, the last T/2 of long documents' windows, seen with T, 2T and 4T tokens of context."""
+
+    def __init__(self, val: Windows, eot: int, cfg: TrainConfig):
+        self.eot, self.batch = eot, cfg.batch_size
+        picks = np.linspace(0, len(val) - 1, min(cfg.eval_windows, len(val))).astype(int)
+        self.windows, self.T = val.take(picks), val.T
+        self.long = long_windows(val, eot, max(1, cfg.eval_windows // CONTEXTS[-1]))
+        if self.long is None:
+            print(f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x")
+
+    @torch.no_grad()
+    def run(self, model, device: torch.device, autocast) -> dict[str, float]:
+        model.eval()
+        losses = {"val": self.mean(model, self.windows, self.T, device, autocast)}
+        for c in CONTEXTS if self.long is not None else ():
+            losses[f"val_{c}x"] = self.mean(model, self.long[:, -c * self.T - 1 :], self.T // 2, device, autocast)
+        model.train()
+        return losses
+
+    def mean(self, model, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
+        """Mean loss of the last `targets` tokens of every window; every batch weighs by its size."""
+        total, rows = 0.0, max(1, self.batch * self.T // (windows.shape[1] - 1))
+        for w in windows.split(rows):
+            idx, y = w[:, :-1].to(device), w[:, 1:].clone()
+            y[:, :-targets] = -100
+            with autocast:
+                total += model(idx, y.to(device), documents(idx, self.eot)).item() * len(w)
+        return total / len(windows)
+
+
+def documents(idx: Tensor, eot: int) -> Tensor:
+    """(B, T) -> (B, T): the number of each token's document; a document begins with its end-of-text token."""
+    return (idx == eot).cumsum(1)
+
+
+def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
+    """Linear warm-up, then a cosine from 1 to min_lr_fraction; multiplies the peak rate of every group."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / (cfg.warmup_steps + 1)
+    progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def choose_device(cfg: TrainConfig) -> tuple[torch.device, torch.dtype, bool]:
+    """Device, autocast type and whether to compile; prints what was chosen and why."""
+    with user_errors():
+        device, why = pick_device(cfg.device)
+    dtype, reason = cfg.dtype, "as told"
+    if dtype == "auto" and device.type != "cuda":
+        dtype, reason = "float32", "the fastest safe choice off CUDA"
+    elif dtype == "auto":  # a T4 (7.5) only emulates bfloat16
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+        dtype, reason = ("bfloat16", "native here") if native else ("float16", "no native bfloat16; with a loss scaler")
+    if dtype == "float16" and device.type != "cuda":
+        fail("dtype float16 needs a CUDA device; use --dtype=float32 or bfloat16")
+    compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
+    print(f"device {device} ({why}), {dtype} ({reason}), compile {'on' if compiled else 'off'}")
+    return device, getattr(torch, dtype), compiled
+
+
+def git_commit() -> str | None:
+    """The commit of this program, for the record; None where that is unknown."""
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def make_optimizer(model: GPT, cfg: TrainConfig) -> torch.optim.Optimizer:
+    groups = model.optimizer_groups(cfg.learning_rate, cfg.prior_lr, cfg.ssmax_lr, cfg.weight_decay)
+    for group in groups:
+        group["peak_lr"] = group["lr"]
+    betas = (cfg.beta1, cfg.beta2)
+    if cfg.optimizer == "adamw":
+        return torch.optim.AdamW(groups, betas=betas)
+    return torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True)
+
+
+class Trainer:
+    """One run: the model, its optimizer, its data and how far it is."""
+
+    def __init__(self, cfg: TrainConfig, model_cfg: ModelConfig):
+        self.cfg, self.T = cfg, model_cfg.block_size
+        self.out = Path(cfg.out_dir)
+        self.saved = self.previous_run()
+        windows_per_step, rest = divmod(cfg.tokens_per_step, self.T)
+        self.micro_steps, uneven = divmod(windows_per_step, cfg.batch_size)
+        if rest or uneven or not windows_per_step:
+            unit = f"batch_size x block_size = {cfg.batch_size * self.T:,}"
+            fail(f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one of them")
+        self.train, val, self.meta = find_data(cfg, model_cfg)
+        self.order = Order(len(self.train), windows_per_step, cfg.seed)
+        self.device, dtype, compiled = choose_device(cfg)
+        self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        self.validation = Validation(val, self.meta["eot"], cfg)
+        torch.manual_seed(cfg.seed)
+        self.model = GPT(model_cfg).to(self.device)
+        self.run = torch.compile(self.model) if compiled else self.model
+        self.optimizer = make_optimizer(self.model, cfg)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.step, self.best, self.seconds, self.stop = 0, math.inf, 0.0, False
+        self.restore()
+
+    def previous_run(self) -> dict | None:
+        """The checkpoint to resume from. Refuses to write over a run that is there."""
+        last = self.out / "last.pt"
+        if self.cfg.resume:
+            with user_errors():
+                return load_checkpoint(last)
+        if last.exists():
+            fail(f"{self.out} already holds a run; --resume continues it, another --out_dir starts a new one")
+        return None
+
+    def restore(self) -> None:
+        log = self.out / "log.jsonl"
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.saved is None:
+            log.write_text("", encoding="utf-8")
+            return
+        with user_errors():
+            if self.saved["model_config"] != asdict(self.model.cfg):
+                raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
+        self.model.load_state_dict(self.saved["model"])
+        self.optimizer.load_state_dict(self.saved["optimizer"])
+        self.scaler.load_state_dict(self.saved["scaler"])
+        self.step, self.best, self.seconds = (self.saved[k] for k in ("step", "best", "seconds"))
+        torch.set_rng_state(self.saved["rng"])
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        log.write_text("".join(kept), encoding="utf-8")  # what a killed run logged after its checkpoint comes again
+        print(f"resumed {self.out} at step {self.step}")
+        self.saved = None
+
+    def save(self, name: str) -> None:
+        state = self.model.checkpoint() | {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "best": self.best,
+            "seconds": self.seconds,
+            "rng": torch.get_rng_state(),
+            "train_config": asdict(self.cfg),
+            "tokenizer": self.meta["tokenizer"],
+            "data": self.cfg.data,
+            "commit": git_commit(),
+        }
+        save_checkpoint(self.out / name, state)
+
+    def train_step(self) -> tuple[float, float]:
+        """One optimizer step; returns the mean loss and the norm of the gradient before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
+        total = 0.0
+        for indices in np.split(self.order.step(self.step), self.micro_steps):
+            batch = self.train.take(indices).to(self.device)
+            idx, targets = batch[:, :-1], batch[:, 1:].clone()
+            if self.meta.get("window"):  # packed windows are shuffled: what follows the last token is of another text
+                targets[:, -1] = -100
+            with self.autocast:
+                loss = self.run(idx, targets, documents(idx, self.meta["eot"])) / self.micro_steps
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)  # before clipping, or the clip would see scaled gradients
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return float(total), float(norm)
+
+    def log(self, record: dict) -> None:
+        with open(self.out / "log.jsonl", "a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def evaluate(self) -> dict[str, float]:
+        """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
+        losses = self.validation.run(self.model, self.device, self.autocast)
+        better = losses["val"] < self.best
+        self.best = min(self.best, losses["val"])
+        self.save("last.pt")
+        if better:
+            self.save("best.pt")
+        return losses
+
+    def loop(self) -> None:
+        cfg, began, before = self.cfg, time.time(), self.seconds
+        first = self.step
+        while self.step < cfg.max_steps and not self.stop:
+            loss, norm = self.train_step()
+            self.seconds = before + time.time() - began
+            done = self.step == cfg.max_steps or self.stop
+            record = {"step": self.step, "loss": loss, "grad_norm": norm, "seconds": self.seconds}
+            if self.step % cfg.eval_interval == 0 or done:
+                record |= self.evaluate()
+            if self.step % cfg.log_interval == 0 or done or "val" in record:
+                rate = (time.time() - began) / (self.step - first)
+                self.log(record | self.model.prior_values())
+                left = rate * (cfg.max_steps - self.step)
+                print(log_line(record, cfg.max_steps, cfg.tokens_per_step / rate, left), flush=True)
+        if self.stop:
+            print(f"stopped at step {self.step}; {self.out / 'last.pt'} is saved, --resume continues")
+
+    def interrupt(self, *_) -> None:
+        """First Ctrl-C: finish this step, save, stop. Second: stop at once."""
+        self.stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("stopping after this step (Ctrl-C again: at once)", flush=True)
+
+
+def log_line(record: dict, max_steps: int, tokens_per_second: float, seconds_left: float) -> str:
+    parts = [f"step {record['step']:>6}/{max_steps}", f"loss {record['loss']:.4f}"]
+    parts += [f"{name} {record[name]:.4f}" for name in record if name.startswith("val")]
+    minutes, seconds = divmod(round(seconds_left), 60)
+    parts += [f"norm {record['grad_norm']:.2f}", f"{tokens_per_second:,.0f} tok/s", f"{minutes}:{seconds:02d} left"]
+    return " | ".join(parts)
+
+
+def main() -> None:
+    (model_cfg, cfg), _ = configurator.parse([ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config")
+    trainer = Trainer(cfg, model_cfg)
+    config = json.dumps({"model": asdict(model_cfg), "train": asdict(cfg)}, indent=1)
+    (trainer.out / "config.json").write_text(config + "\n", encoding="utf-8")
+    groups = {kind: sum(p.numel() for p in params) for kind, params in trainer.model.parameter_groups().items()}
+    print(f"{sum(groups.values()):,} parameters: " + ", ".join(f"{kind} {n:,}" for kind, n in groups.items()))
+    print(f"{len(trainer.train):,} windows of {trainer.T} tokens an epoch, {trainer.order.per_step} a step")
+    signal.signal(signal.SIGINT, trainer.interrupt)
+    trainer.loop()
+    if trainer.stop:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
