@@ -196,6 +196,8 @@ def evaluate(run: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: tor
             raise ValueError(f"{run} does not name its tokenizer; give a checkpoint that train.py made")
         enc = get_tokenizer(saved["tokenizer"])
         filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else Path(cfg.filler).read_text(encoding="utf-8")
+        if not filler.strip():
+            raise ValueError(f"{cfg.filler} has no text; choose another filler")
         described = cfg.description == "true" or (cfg.description == "auto" and saved["tokenizer"] != "bytes")
         description = DESCRIPTION if described else ""
         make_prompts(enc, cfg, min(lengths), filler, description)  # a length too short shows before hours of work

@@ -261,13 +261,11 @@ def reference_posterior(
     """The same scores, taken apart (Theorem 1). Arguments as in `reference_attention`."""
     content = q.float() @ k.float().transpose(-2, -1)
     bias = None if prior is None else toeplitz(prior)
-    p_prior = log_posterior(torch.zeros_like(content), bias, prior_scale, mask).softmax(-1)
-    p_content = (content + mask).softmax(-1)
-    posterior = log_posterior(content, bias, prior_scale, mask).softmax(-1)
-    # ln Z = -ln sum p_content p_prior, from the logarithms: the product may underflow where content fights the prior
+    log_content = (content + mask).log_softmax(-1)
     log_prior = log_posterior(torch.zeros_like(content), bias, prior_scale, mask).log_softmax(-1)
-    log_z = -torch.logsumexp((content + mask).log_softmax(-1) + log_prior, dim=-1)
-    return Posterior(p_prior, p_content, posterior, log_z)
+    posterior = log_posterior(content, bias, prior_scale, mask).softmax(-1)
+    log_z = -torch.logsumexp(log_content + log_prior, dim=-1)  # from logarithms: the product of the two may underflow
+    return Posterior(log_prior.exp(), log_content.exp(), posterior, log_z)
 
 
 class CausalSelfAttention(nn.Module):

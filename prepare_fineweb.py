@@ -179,23 +179,34 @@ def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarra
 
 
 # Besides the passkey's own wording, so that a model learns to look for what is asked and not for one sentence.
-EXERCISE_PASSKEYS = 1 / 3  # share of the exercises that have the passkey's own wording
-HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
-EXERCISE_WORDINGS = (
-    ("The {name} is {key}. Remember it. {key} is the {name}.", "What is the {name}? The {name} is"),
-    ("Note that the {name} is {key}.", "Tell me the {name}. The {name} is"),
-    ("Do not forget: the {name} is {key}.", "Now say the {name}. The {name} is"),
+EXERCISE_NEEDLES = (
+    "The {name} is {key}. Remember it. {key} is the {name}.",
+    "Note that the {name} is {key}.",
+    "Do not forget: the {name} is {key}.",
+    "From today on the {name} is {key}, and no other.",
+    "You will need this later: the {name} is {key}. Write down {key}.",
 )
-EXERCISE_PAIRS = 0.5  # share of the exercise windows that hold two short ones instead of a long one
+EXERCISE_QUESTIONS = (
+    "What is the {name}?",
+    "Tell me the {name}.",
+    "Now say the {name}.",
+    "Do you know the {name}?",
+    "So?",
+)
+EXERCISE_ANSWER = " The {name} is"
+EXERCISE_PASSKEYS = 0.25  # share of the exercises that have the passkey's own wording
+EXERCISE_SHORT = 0.5  # share of the exercise windows that hold as many short exercises as fit instead of a long one
+HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
 
 
 def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, words: list[str]) -> dict:
-    """Arguments of passkey_prompt but for the length. Half have the test's own wording, half its own filler; the others
-    ask for something else, or hide it in corpus text."""
+    """Arguments of passkey_prompt but for the length: some have the passkey's own wording, the others ask for a name of
+    two random words of the corpus; half have the passkey's own filler, the others are hidden in corpus text."""
     from eval_passkey import FILLERS, WORDINGS, Wording  # the test's own texts, so that the two cannot drift apart
 
     name = " ".join(words[rng.integers(len(words))] for _ in range(2))
-    needle, question = EXERCISE_WORDINGS[rng.integers(len(EXERCISE_WORDINGS))]
+    needle = EXERCISE_NEEDLES[rng.integers(len(EXERCISE_NEEDLES))]
+    question = EXERCISE_QUESTIONS[rng.integers(len(EXERCISE_QUESTIONS))] + EXERCISE_ANSWER
     wording = Wording(needle.replace("{name}", name), question.replace("{name}", name))
     begin = int(rng.integers(max(1, len(corpus_text) - 8 * window)))
     return {
@@ -209,7 +220,7 @@ def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, wor
 def exercise_windows(
     rng: np.random.Generator, count: int, window: int, enc: tiktoken.Encoding, corpus_text: str
 ) -> Iterator[list[int]]:
-    """`count` lists of `window` ids: one retrieval exercise, or two short ones, that fill the window exactly.
+    """`count` lists of `window` ids, each filled exactly by one long retrieval exercise or by several short ones.
 
     An exercise is a document in the form of the passkey test: filler, needle, filler, question, answer.
     """
@@ -217,14 +228,23 @@ def exercise_windows(
 
     words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", corpus_text)) - HELD_OUT_WORDS)
     for _ in range(count):
-        one, two = (random_exercise(rng, window, corpus_text, words) for _ in range(2))
-        short = shortest_prompt(enc, one["key"], one["wording"])
-        room = window - short - shortest_prompt(enc, two["key"], two["wording"])
-        if room >= 0 and rng.random() < EXERCISE_PAIRS:
-            length = short + int(rng.integers(room + 1))
-            yield passkey_prompt(enc, length, **one).tokens + passkey_prompt(enc, window - length, **two).tokens
-        else:
-            yield passkey_prompt(enc, window, **one).tokens
+        most = window if rng.random() < EXERCISE_SHORT else 1
+        chosen, room = [], window
+        while len(chosen) < most:
+            one = random_exercise(rng, window, corpus_text, words)
+            shortest = shortest_prompt(enc, one["key"], one["wording"])
+            if shortest > room:
+                break
+            chosen.append((shortest, one))
+            room -= shortest
+        if not chosen:
+            raise ValueError(
+                f"a window of {window} tokens cannot hold an exercise of {shortest}; set a larger --window"
+            )
+        shares = rng.multinomial(room, [1 / len(chosen)] * len(chosen)).tolist()  # the room that is left, for filler
+        lengths = [shortest + share for (shortest, _), share in zip(chosen, shares, strict=True)]
+        prompts = [passkey_prompt(enc, n, **one) for n, (_, one) in zip(lengths, chosen, strict=True)]
+        yield [token for prompt in prompts for token in prompt.tokens]
 
 
 def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig) -> np.ndarray:

@@ -22,7 +22,7 @@ from torch import Tensor
 import configurator
 from configurator import fail, user_errors
 from model import GPT, ModelConfig, load_checkpoint, pick_device, save_checkpoint
-from prepare_fineweb import read_shard
+from prepare_fineweb import read_shard, replacing
 from tokenizer import get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -120,7 +120,9 @@ def find_data(cfg: TrainConfig, model_cfg: ModelConfig) -> tuple[Windows, Window
         fail(f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py")
     meta_file = folder / "meta.json"
     meta = json.loads(meta_file.read_text(encoding="utf-8")) if meta_file.exists() else {}
-    meta.setdefault("tokenizer", "gpt2")
+    if "tokenizer" not in meta:
+        meta["tokenizer"] = "gpt2"
+        print(f"{meta_file} does not name a tokenizer: gpt2 is assumed")
     with user_errors():
         meta["eot"] = get_tokenizer(meta["tokenizer"]).eot_token
         train, val = Windows(train, model_cfg.block_size), Windows(val, model_cfg.block_size)
@@ -277,14 +279,20 @@ class Trainer:
             if self.saved["model_config"] != asdict(self.model.cfg):
                 raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
         self.model.load_state_dict(self.saved["model"])
+        rates = [group["peak_lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(self.saved["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["peak_lr"] = rate  # as the options of this call say, not those of the start
         self.scaler.load_state_dict(self.saved["scaler"])
         self.step, self.best, self.seconds = (self.saved[k] for k in ("step", "best", "seconds"))
         torch.set_rng_state(self.saved["rng"])
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        log.write_text("".join(kept), encoding="utf-8")  # what a killed run logged after its checkpoint comes again
-        print(f"resumed {self.out} at step {self.step}")
+        with replacing(log) as file:  # what a killed run logged after its checkpoint comes again
+            file.write("".join(kept).encode())
+        now, then = asdict(self.cfg), self.saved["train_config"]
+        changed = [f"{k} {then.get(k)} -> {now[k]}" for k in now if k != "resume" and now[k] != then.get(k)]
+        print(f"resumed {self.out} at step {self.step}" + ", changed: " * bool(changed) + ", ".join(changed))
         self.saved = None
 
     def save(self, name: str) -> None:
@@ -302,11 +310,11 @@ class Trainer:
         }
         save_checkpoint(self.out / name, state)
 
-    def train_step(self) -> tuple[float, float]:
-        """One optimizer step; returns the mean loss and the norm of the gradient before clipping."""
+    def train_step(self) -> tuple[Tensor, Tensor]:
+        """One optimizer step; returns the mean loss and the gradient's norm before clipping, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
-        total = 0.0
+        total = torch.zeros((), device=self.device)
         for indices in np.split(self.order.step(self.step), self.micro_steps):
             batch = self.train.take(indices).to(self.device)
             idx, targets = batch[:, :-1], batch[:, 1:].clone()
@@ -322,7 +330,7 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return float(total), float(norm)
+        return total, norm
 
     def log(self, record: dict) -> None:
         with open(self.out / "log.jsonl", "a", encoding="utf-8") as f:
@@ -333,9 +341,9 @@ class Trainer:
         losses = self.validation.run(self.model, self.device, self.autocast)
         better = losses["val"] < self.best
         self.best = min(self.best, losses["val"])
-        self.save("last.pt")
-        if better:
+        if better:  # first, so that a last.pt never speaks of a best.pt that was not written
             self.save("best.pt")
+        self.save("last.pt")
         return losses
 
     def loop(self) -> None:
@@ -345,14 +353,15 @@ class Trainer:
             loss, norm = self.train_step()
             self.seconds = before + time.time() - began
             done = self.step == cfg.max_steps or self.stop
-            record = {"step": self.step, "loss": loss, "grad_norm": norm, "seconds": self.seconds}
-            if self.step % cfg.eval_interval == 0 or done:
-                record |= self.evaluate()
-            if self.step % cfg.log_interval == 0 or done or "val" in record:
-                rate = (time.time() - began) / (self.step - first)
-                self.log(record | self.model.prior_values())
-                left = rate * (cfg.max_steps - self.step)
-                print(log_line(record, cfg.max_steps, cfg.tokens_per_step / rate, left), flush=True)
+            validate = self.step % cfg.eval_interval == 0 or done
+            if not validate and self.step % cfg.log_interval:
+                continue  # without asking the device for numbers, which would make it wait
+            record = {"step": self.step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": self.seconds}
+            record |= self.evaluate() if validate else {}
+            self.log(record | self.model.prior_values())
+            rate = (time.time() - began) / (self.step - first)
+            left = rate * (cfg.max_steps - self.step)
+            print(log_line(record, cfg.max_steps, cfg.tokens_per_step / rate, left), flush=True)
         if self.stop:
             print(f"stopped at step {self.step}; {self.out / 'last.pt'} is saved, --resume continues")
 
@@ -375,7 +384,8 @@ def main() -> None:
     (model_cfg, cfg), _ = configurator.parse([ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config")
     trainer = Trainer(cfg, model_cfg)
     config = json.dumps({"model": asdict(model_cfg), "train": asdict(cfg)}, indent=1)
-    (trainer.out / "config.json").write_text(config + "\n", encoding="utf-8")
+    with replacing(trainer.out / "config.json") as file:
+        file.write(config.encode())
     groups = {kind: sum(p.numel() for p in params) for kind, params in trainer.model.parameter_groups().items()}
     print(f"{sum(groups.values()):,} parameters: " + ", ".join(f"{kind} {n:,}" for kind, n in groups.items()))
     print(f"{len(trainer.train):,} windows of {trainer.T} tokens an epoch, {trainer.order.per_step} a step")

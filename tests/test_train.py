@@ -178,7 +178,7 @@ def test_gradient_accumulation_is_the_joined_batch(data, tmp_path):
             lambda *_, run=run, g=gradients: g.update({n: p.grad.clone() for n, p in run.model.named_parameters()})
         )
         loss, norm = run.train_step()
-        found.append((loss, norm, gradients))
+        found.append((loss.item(), norm.item(), gradients))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     for name, gradient in found[0][2].items():
         torch.testing.assert_close(gradient, found[1][2][name], rtol=1e-4, atol=1e-7)
@@ -200,7 +200,7 @@ def test_learning_rates_follow_warm_up_and_cosine(data, tmp_path):
 def test_a_fixed_batch_is_learned(data, tmp_path):
     run = trainer(data, tmp_path / "out", max_steps=60)
     run.order.step = lambda step: np.array([0, 1, 2, 3])
-    losses = [run.train_step()[0] for _ in range(60)]
+    losses = [run.train_step()[0].item() for _ in range(60)]
     assert losses[-1] < 0.7 * losses[0]
 
 
