@@ -18,7 +18,7 @@ import sys
 import textwrap
 import tokenize
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -32,6 +32,22 @@ def fail(message: str) -> NoReturn:
     """End the program as a user's mistake does: one sentence on stderr, exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call a script's main(); Ctrl-C ends it without a traceback, with the exit status that shells expect."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def check_folder(path: Path) -> None:
+    """ValueError if no folder can be made at `path` because a file is in the way. Makes nothing."""
+    there = next((p for p in (path, *path.parents) if p.exists()), None)
+    if there is not None and not there.is_dir():
+        raise ValueError(f"{there} is a file where a folder is needed; choose another path")
 
 
 @contextlib.contextmanager
@@ -115,7 +131,7 @@ def execute(path: Path) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__file__": str(path)}
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), namespace)
-    except Exception as error:  # whatever a user's code may raise
+    except (Exception, SystemExit) as error:  # whatever a user's code may raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         text = error.msg if isinstance(error, SyntaxError) else error  # str() would repeat the file and the line

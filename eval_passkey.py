@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -25,12 +25,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import configurator
-from configurator import fail, user_errors
+from configurator import check_folder, fail, user_errors
 from model import GPT, load_checkpoint, pick_device
 from streaming import score
 from tokenizer import encode_document, get_tokenizer
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
+LONGEST = 2**24  # tokens: up to here a float32 distance is exact
 
 # The texts of Mohtashami & Jaggi, "Landmark Attention" (2023), as the BAM paper uses them.
 DESCRIPTION = (
@@ -87,8 +88,8 @@ def passkey_prompt(
 ) -> Prompt:
     """A prompt of exactly `length` tokens with <|endoftext|> and answer, the needle at `depth` (0 to 1) of the filler.
 
-    The needle stands between two words of the filler, which is repeated as needed and cut, as in Landmark, where the
-    length is reached. Raises ValueError if `length` cannot hold the prompt.
+    The filler is repeated as needed and cut, as in Landmark, where the length is reached; the needle stands between two
+    of its words, where there is a space nearby. Raises ValueError if `length` cannot hold the prompt.
     """
     minimum = shortest_prompt(enc, key, wording, description)
     if length < minimum:
@@ -97,7 +98,8 @@ def passkey_prompt(
     answer = len(enc.encode_ordinary(f"{wording.question} {key}")) - len(enc.encode_ordinary(wording.question))
 
     def build(chars: int, pad: str = "") -> Prompt:
-        cut = filler.rfind(" ", 0, round(depth * chars)) + 1 if depth < 1 else chars
+        place = round(depth * chars)
+        cut = filler.rfind(" ", max(0, place - 50), place) + 1 or place if depth < 1 else chars
         text = prompt_text(key, wording, description + filler[:cut], filler[cut:chars] + pad)
         return Prompt(encode_document(enc, text), answer, cut / max(1, chars))
 
@@ -141,19 +143,28 @@ class PasskeyConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
-        if self.window < 0 or min(self.lengths, default=1) < 1:
-            raise ValueError("window must not be negative, lengths must be positive")
+        for name, values in (("window", (self.window,)), ("lengths", self.lengths), ("depths", (self.depths,))):
+            if any(not 0 <= value <= LONGEST for value in values):
+                raise ValueError(f"{name} is {values[0]}; it must be at least 0 and at most {LONGEST:,}")
 
 
-def make_prompts(
-    enc: tiktoken.Encoding, cfg: PasskeyConfig, length: int, filler: str, description: str
-) -> list[Prompt]:
+class Subject(NamedTuple):
+    """What is tested, and with what."""
+
+    model: GPT
+    saved: dict
+    enc: tiktoken.Encoding
+    filler: str
+    description: str
+
+
+def make_prompts(subject: Subject, cfg: PasskeyConfig, length: int) -> list[Prompt]:
     """The prompts of one length, seed by seed and depth by depth: a pure function of its arguments."""
-    prompts = []
+    prompts, texts = [], (WORDINGS[cfg.wording], subject.filler, subject.description)
     for seed in cfg.seeds:
         keys = np.random.default_rng((seed, length)).integers(10_000, 100_000, size=cfg.depths)
         for key, depth in zip(keys.tolist(), np.linspace(0, 1, cfg.depths), strict=True):
-            prompts.append(passkey_prompt(enc, length, depth, key, WORDINGS[cfg.wording], filler, description))
+            prompts.append(passkey_prompt(subject.enc, length, depth, key, *texts))
     return prompts
 
 
@@ -188,33 +199,45 @@ def cost(length: int) -> int:
     return length * (length + 2_000)
 
 
+def load(run: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Subject:
+    """A run with its tokenizer and texts. Raises ValueError or OSError, in one sentence, for all that cannot work."""
+    model, saved = GPT.from_checkpoint(run, device)
+    if "tokenizer" not in saved:
+        raise ValueError(f"{run} does not name its tokenizer; give a checkpoint that train.py made")
+    enc = get_tokenizer(saved["tokenizer"])
+    if enc.n_vocab > model.cfg.vocab_size:
+        raise ValueError(f"{run} has a vocabulary of {model.cfg.vocab_size}, its tokenizer one of {enc.n_vocab}")
+    try:
+        filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else Path(cfg.filler).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{cfg.filler} is not UTF-8 text; convert it first") from error
+    if not filler.strip():
+        raise ValueError(f"{cfg.filler} has no text; choose another filler")
+    described = cfg.description == "true" or (cfg.description == "auto" and saved["tokenizer"] != "bytes")
+    subject = Subject(model, saved, enc, filler, DESCRIPTION if described else "")
+    make_prompts(subject, cfg, min(lengths))  # a length too short shows before hours of work
+    check_folder(folder_of(run))
+    return subject
+
+
 def evaluate(run: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
     """One run at all lengths: a record per length, appended to the run's eval/passkey.jsonl as soon as it is there."""
     with user_errors():
-        model, saved = GPT.from_checkpoint(run, device)
-        if "tokenizer" not in saved:
-            raise ValueError(f"{run} does not name its tokenizer; give a checkpoint that train.py made")
-        enc = get_tokenizer(saved["tokenizer"])
-        filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else Path(cfg.filler).read_text(encoding="utf-8")
-        if not filler.strip():
-            raise ValueError(f"{cfg.filler} has no text; choose another filler")
-        described = cfg.description == "true" or (cfg.description == "auto" and saved["tokenizer"] != "bytes")
-        description = DESCRIPTION if described else ""
-        make_prompts(enc, cfg, min(lengths), filler, description)  # a length too short shows before hours of work
+        subject = load(run, cfg, lengths, device)
 
     def scorer(idx: Tensor, n_last: int) -> Tensor:
-        return score(model, idx.to(device), n_last, window=cfg.window or None)[1]
+        return score(subject.model, idx.to(device), n_last, window=cfg.window or None)[1]
 
     units = len(cfg.seeds) * cfg.depths
     bar = tqdm(total=sum(units * cost(n) for n in lengths), desc=name_of(run), bar_format=BAR, disable=None)
     for length in lengths:
         began = time.time()
         with user_errors():
-            prompts = make_prompts(enc, cfg, length, filler, description)
+            prompts = make_prompts(subject, cfg, length)
         bar.set_postfix_str(f"{length:,} tokens")
         found = retrieved(scorer, prompts, cfg.batch_tokens, lambda n, length=length: bar.update(n * cost(length)))
-        record = record_of(run, saved, cfg, length, found, described, time.time() - began)
-        append_record(eval_folder(run) / "passkey.jsonl", record)
+        record = record_of(run, subject, cfg, length, found, time.time() - began)
+        append_record(folder_of(run) / "passkey.jsonl", record)
         yield record
     bar.close()
 
@@ -223,21 +246,19 @@ BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {
 
 
 def name_of(run: str) -> str:
-    return Path(run).resolve().name
+    """A run's label: its folder, with the name of the file if another than last.pt was given."""
+    path = Path(run).resolve()
+    return path.name if path.is_dir() else f"{path.parent.name}/{path.stem}".removesuffix("/last")
 
 
-def eval_folder(run: str) -> Path:
+def folder_of(run: str) -> Path:
     """out/<run>/eval, also where the file of a checkpoint in it was named."""
-    path = Path(run)
-    folder = (path if path.is_dir() else path.parent) / "eval"
-    folder.mkdir(exist_ok=True)
-    return folder
+    return (Path(run) if Path(run).is_dir() else Path(run).parent) / "eval"
 
 
-def record_of(
-    run: str, saved: dict, cfg: PasskeyConfig, length: int, found: list[bool], described: bool, seconds: float
-) -> dict:
+def record_of(run: str, subject: Subject, cfg: PasskeyConfig, length: int, found: list[bool], seconds: float) -> dict:
     low, high = wilson(sum(found), len(found))
+    saved = subject.saved
     return {
         "metric": "passkey",
         "checkpoint": str(run),
@@ -250,7 +271,7 @@ def record_of(
         "interval_95": [round(low, 4), round(high, 4)],
         "by_depth": np.reshape(found, (len(cfg.seeds), cfg.depths)).mean(0).round(4).tolist(),
         "tokenizer": saved["tokenizer"],
-        "config": asdict(cfg) | {"description": described},
+        "config": asdict(cfg) | {"description": bool(subject.description)},
         "model_config": saved["model_config"],
         "train_config": saved.get("train_config"),
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
@@ -259,6 +280,7 @@ def record_of(
 
 
 def append_record(file: Path, record: dict) -> None:
+    file.parent.mkdir(exist_ok=True)
     with open(file, "a", encoding="utf-8") as f:
         f.write(json.dumps(record) + "\n")
 
@@ -322,26 +344,33 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
 
 def main() -> None:
     (cfg,), runs = configurator.parse([PasskeyConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = list(dict.fromkeys(runs))
+    runs = list({Path(run).resolve(): run for run in reversed(runs)}.values())[::-1]  # each once
     if not runs:
         fail("no run given; name one or more run folders or checkpoint files, such as out/ggd_bam_cpu")
     with user_errors():
         device, _ = pick_device(cfg.device)
-        saved = [load_checkpoint(run) for run in runs]  # a missing one shows before hours of work
-    lengths = tuple(sorted(set(cfg.lengths))) or tuple(m * saved[0]["model_config"]["block_size"] for m in MULTIPLES)
+        block_size = load_checkpoint(runs[0])["model_config"]["block_size"]
+        lengths = tuple(sorted(set(cfg.lengths))) or tuple(m * block_size for m in MULTIPLES)
+        for run in runs:  # what is wrong with any of them shows before hours of work
+            load(run, cfg, lengths, torch.device("cpu"))
     results: dict[str, list[dict]] = {run: [] for run in runs}
+    stopped = False
     try:
         for run in runs:
             for record in evaluate(run, cfg, lengths, device):
                 results[run].append(record)
     except KeyboardInterrupt:
+        stopped = True
         print("stopped; the lengths that were done are in the records")
     results = {run: records for run, records in results.items() if records}
     if results:
         print(table(results))
-        print("saved " + ", ".join(map(str, draw(results, eval_folder(runs[0])))))
-        print("records in " + ", ".join(str(eval_folder(run) / "passkey.jsonl") for run in results))
+        print("saved " + ", ".join(map(str, draw(results, folder_of(runs[0])))))
+        print("records in " + ", ".join(str(folder_of(run) / "passkey.jsonl") for run in results))
+
+    if stopped:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    main()
+    configurator.run(main)

@@ -6,26 +6,28 @@ out_i = sum_j p_ij v_j. If the score is a sum of a content and a position term, 
     p_ij = softmax_j(c_ij + b_ij) = p_content(j | i) * p_prior(j | i) * Z_i            (Theorem 1)
 
     p_content = softmax_j c_ij                what the keys say: the likelihood, from q.k / sqrt(D)
-    p_prior   = softmax_j b_ij                where the keys are: the prior, from the distance only
+    p_prior   = softmax_j b_ij                where the keys are: the prior, from their distances
     Z_i       = 1 / sum_j p_content p_prior   the normaliser of Bayes' rule
 
 because softmax(c + b) is proportional to e^c e^b, and each factor differs from its own softmax by a constant per row.
 A positional encoding that adds b is thus a choice of prior, to be judged by what it says of distances never trained
-on. ln Z_i couples the two: ln n if one is uniform on the n keys, less if both favour the same few, more if they fight.
+on. ln Z_i is the coupling of the two: 0 if both put everything on the same key (the sum is at most 1, so Z >= 1), ln n
+if one of them is uniform on the n keys, and without bound the more they contradict each other.
 
     pe          where it acts            learned per head         b_ij with d = j - i <= 0     past the training length
     nope        nowhere                  -                        0: uniform on visible keys   attention fades
-    sinusoidal  added to the embeddings  -                        -                            unseen vectors: fails
-    rope        rotates q and k          -                        -                            unseen angles: fails
+    sinusoidal  added to the embeddings  -                        0: position is in c          unseen vectors: fails
+    rope        rotates q and k          -                        0: position is in c          unseen angles: fails
     alibi       added to the scores      -                        -slope |d|: Laplace prior    local only
     ggd         added to the scores      theta_alpha, theta_beta  -|(d - mu) / alpha|^beta     as the prior says
 
-SSMax is orthogonal to all five: it multiplies a row's scores by s ln n, so that attention does not fade as n grows.
+SSMax is orthogonal to all five: c and b of a row are multiplied by s ln n (ALiBi: c only), so attention does not fade
+as n grows. Theorem 1 holds for what is really added: content s ln n q.k / sqrt(D) and prior s ln n b.
 Shapes: B batch, H heads, T query, S key, D head dim, C width, V vocabulary. Units: tokens; nats for scores and priors.
 
 References
-    BAM      Bianchessi, Aguirre, Barros, Kupssinskü, "Bayesian Attention Mechanism", ICLR 2026
-    SSMax    Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025
+    BAM      Bianchessi, Aguirre, Barros, Kupssinskü, "Bayesian Attention Mechanism", ICLR 2026 (arXiv 2505.22842)
+    SSMax    Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025 (arXiv 2501.19399)
     ALiBi    Press, Smith, Lewis, "Train Short, Test Long", ICLR 2022
     RoPE     Su et al., "RoFormer", 2021;  sinusoidal: Vaswani et al., "Attention Is All You Need", 2017
     blocks   pre-RMSNorm (Zhang & Sennrich 2019) and SwiGLU (Shazeer 2020), as in Llama
@@ -43,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-EPSILON = 1e-5  # keeps the base of the power above 0: ln 0 and 0^negative would be infinite
+EPSILON = 1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
 MAX_EXPONENT = 40.0  # exp(40) nats silences a key; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
@@ -62,8 +64,10 @@ class ModelConfig:
     ffn_mult: float = 2.0  # hidden width of the SwiGLU MLP, in units of n_embd
     block_size: int = 512  # training length in tokens: recorded, never a limit
     pe: Literal["nope", "sinusoidal", "rope", "alibi", "ggd"] = "ggd"  # positional encoding
-    ssmax: bool = True  # Scalable-Softmax: multiply the scores of a query that sees n keys by s ln n
-    ssmax_init: float = 1.0  # s at the start; 1 / ln(block_size) starts about as sharp as plain softmax
+    ssmax: bool = True  # Scalable-Softmax: sharpen the scores of a query that sees n keys by s ln n
+    ssmax_init: float = (
+        1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax, 1 / ln(block_size) about as sharp
+    )
     theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start, one value for all heads or one per head
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise
@@ -74,6 +78,8 @@ class ModelConfig:
         for name in ("vocab_size", "vocab_multiple", "n_layer", "n_head", "n_embd", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.pe not in ("nope", "sinusoidal", "rope", "alibi", "ggd"):
+            raise ValueError(f"pe is {self.pe}; it must be nope, sinusoidal, rope, alibi or ggd")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them")
         if self.pe == "rope" and self.head_dim % 2 or self.pe == "sinusoidal" and self.n_embd % 2:
@@ -109,8 +115,8 @@ def alibi_slopes(n_head: int) -> Tensor:
     those of the largest power of two p below H, then every other slope of 2p heads, from the first.
 
     Lemma 2: b = -m |d|, so p_prior is proportional to exp(-|d| / (1/m)): a Laplace density of scale 1/m, cut to the
-    visible keys. Lemma 3: its mass beyond a distance w is at most e^(-m w) / (1 - e^(-m)) of the weight at d = 0,
-    whatever the length: with bounded content scores ALiBi becomes local, and cannot find a needle far away."""
+    visible keys. Lemma 3: its mass beyond a distance w is at most e^(-m (w + 1)), whatever n; content scores within
+    +-c raise that by at most e^(2c). So ALiBi becomes local attention, and cannot find a needle far away."""
     power = 2 ** int(math.log2(n_head))
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     slopes += [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)][: n_head - power]
@@ -121,24 +127,28 @@ class GGDPrior(nn.Module):
     """Generalized Gaussian log-prior (BAM). forward(n) -> (H, n): b at the distances 0 ... n - 1, float32.
 
     The generalized Gaussian's density is p(d) = beta / (2 alpha Gamma(1/beta)) * exp(-|(d - mu) / alpha|^beta). The
-    factor before exp is the same for every key of a row: softmax cancels it, and so the condition beta > 0. With
-        alpha = exp(-theta_alpha / theta_beta),   beta = theta_beta,   mu = exp(theta_mu) - exp(-theta_mu)
-    the log-prior that is left is
-        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^theta_beta = -exp(theta_alpha + theta_beta ln |d - mu|),
-    which is smooth in theta_beta, also where beta changes its sign:
+    factor before exp is the same for every key of a row, so softmax cancels it, and with it the need for beta > 0:
+    over finitely many keys any b can be normalised. With theta_beta = beta, alpha = exp(-theta_alpha / theta_beta)
+    where beta is not 0, and mu = exp(theta_mu) - exp(-theta_mu), the log-prior that is left is
+        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta = -exp(theta_alpha + beta ln(|d - mu| + EPSILON)),
+    smooth in theta_beta, also where beta changes its sign. mu < 0 puts the peak |mu| tokens back. For mu = 0:
         beta = 2      Gaussian
-        beta = 1      Laplace: ALiBi, with slope exp(theta_alpha)
+        beta = 1      Laplace: ALiBi with slope e^theta_alpha (ALiBi with SSMax differs: its bias is not scaled)
         0 < beta < 1  heavier tail: b still falls without limit, but slower than any line
-        beta = 0      b = -exp(theta_alpha) for every key, so uniform: NoPE (where the paper's training starts)
-        beta < 0      no density (the paper's relaxation): near keys are hushed, b -> 0 far away: retrieval anywhere
-    Gradients at theta = 0: db/dtheta_beta = -ln|d|; db/dtheta_alpha = -1 for every key, which softmax cancels to 0.
+        beta = 0      b = -e^theta_alpha for every key, so uniform: NoPE (where the paper's training starts)
+        beta < 0      no density (the paper's relaxation): the own token is silenced, other keys as far as
+                      e^theta_alpha |d|^beta is large, and b -> 0 far away: all far keys are equal, retrieval anywhere
+    A trained head is called local for beta > 0, retrieval for -0.6 <= beta <= 0, aggressive for beta < -0.6.
+    SSMax gives alpha_eff = alpha (s ln n)^(-1/beta): local heads narrow slowly as n grows, retrieval heads stay flat.
+    Gradients at theta = 0: db/dtheta_beta = -ln(|d| + EPSILON), which is 11.5 at the own token; db/dtheta_alpha = -1
+    for every key, which softmax cancels to 0. Counts: 2 scalars x 16 heads x 12 layers = 384 in the 120M model.
     """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         for name in ("alpha", "beta", "mu"):
             start = getattr(cfg, f"theta_{name}")
-            value = torch.tensor(start if len(start) == cfg.n_head else start * cfg.n_head)  # (H,)
+            value = torch.tensor(start if len(start) == cfg.n_head else start * cfg.n_head, dtype=torch.float32)  # (H,)
             if name in cfg.theta_learned:
                 setattr(self, f"theta_{name}", nn.Parameter(value))
             else:  # a buffer is saved with the model, but it is no parameter: no gradient, and counts are right
@@ -164,8 +174,9 @@ def angles(positions: Tensor, channels: int, base: float) -> Tensor:
 
 
 def sinusoidal_table(positions: Tensor, channels: int) -> Tensor:
-    """(..., T) -> (..., T, C) float32: sines, then cosines, over sqrt(C). Vaswani et al. (2017) multiply the embeddings
-    by sqrt(C) instead: the same up to a factor, which the norms remove. So all encodings share one residual scale."""
+    """(..., T) -> (..., T, C) float32: sines, then cosines, over sqrt(C), as large as the embeddings at the start.
+    Vaswani et al. (2017) get the same ratio by multiplying the embeddings by sqrt(C); here they keep one size for
+    every encoding, so that nothing else differs between two runs."""
     angle = angles(positions, channels, 10_000.0)
     return torch.cat((angle.sin(), angle.cos()), dim=-1).float() / math.sqrt(channels)
 
@@ -181,23 +192,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SSMax. Plain softmax fades: a key whose score is D above n - 1 others has the weight e^D / (e^D + n - 1), which goes
+# SSMax. Plain softmax fades: a key whose score is g above n - 1 others has the weight e^g / (e^g + n - 1), which goes
 # to 0 as n grows. Scalable-Softmax takes n as the base, n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the same
-# key has the weight n^(sD) / (n^(sD) + n - 1), above 1/2 at every n as soon as D > 1/s. One learned s per head, n = the
-# keys this query can see. What s ln n multiplies: content and GGD prior together (the whole log-posterior is
-# sharpened); for ALiBi the content only, as in the paper's baseline. A negative s flips content and prior together.
+# key has the weight n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. s: one scalar per
+# head, learned; n: the keys this query can see. s ln n multiplies content and GGD prior together (the whole
+# log-posterior is sharpened); for ALiBi the content only, as in the paper's baseline. A negative s flips both.
 
 
 class Layout(NamedTuple):
     """What every layer needs to know about the rows of a batch; computed once per forward."""
 
-    log_n: Tensor  # (B, 1, T, 1) float32: ln of the number of keys that the query can see, itself included
+    log_n: Tensor  # (B or 1, 1, T, 1) float32: ln of the number of keys that the query can see, itself included
     rotation: tuple[Tensor, Tensor] | None  # RoPE's cos and sin, (B, 1, T, D/2)
     mask: Tensor | None  # (B, 1, T, T) float32: 0 where the query sees the key, -inf elsewhere
 
 
 def positions_in_documents(doc_ids: Tensor) -> Tensor:
-    """(B, T) ids that change where a document begins -> (B, T) position of each token inside its document, from 0."""
+    """(B, T) ids that grow where a document begins -> (B, T) position of each token inside its document, from 0."""
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
     begins = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
@@ -259,7 +270,8 @@ def reference_posterior(
     q: Tensor, k: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor
 ) -> Posterior:
     """The same scores, taken apart (Theorem 1). Arguments as in `reference_attention`."""
-    content = q.float() @ k.float().transpose(-2, -1)
+    with torch.autocast(q.device.type, enabled=False):
+        content = q.float() @ k.float().transpose(-2, -1)
     bias = None if prior is None else toeplitz(prior)
     log_content = (content + mask).log_softmax(-1)
     log_prior = log_posterior(torch.zeros_like(content), bias, prior_scale, mask).log_softmax(-1)
@@ -275,7 +287,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
         self.out = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         if cfg.ssmax:
-            self.s = nn.Parameter(torch.full((cfg.n_head,), cfg.ssmax_init))
+            self.s = nn.Parameter(torch.full((cfg.n_head,), float(cfg.ssmax_init)))
         if cfg.pe == "ggd":
             self.prior = GGDPrior(cfg)
         elif cfg.pe == "alibi":
@@ -385,7 +397,7 @@ class GPT(nn.Module):
         if self.cfg.pe == "rope":
             angle = angles(positions, self.cfg.head_dim, ROPE_THETA)[:, None]
             rotation = angle.cos().float(), angle.sin().float()
-        return Layout(n.double().log().float()[:, None, :, None], rotation, mask)
+        return Layout(n.float().log()[:, None, :, None], rotation, mask)
 
     def prepare(self, idx: Tensor, doc_ids: Tensor | None, window: int | None) -> tuple[Tensor, Layout]:
         T = idx.shape[1]
@@ -401,9 +413,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V), or with targets (B, T; -100 is not counted) the mean cross entropy in nats.
 
-        doc_ids (B, T): attention, distances, n and positions stay inside runs of equal ids, so packed documents are
-        computed as separate ones. (The authors count the sinusoidal's positions over the whole window.)
-        window: hide the keys that are further away than this many tokens (for RoPE the paper's Local RoPE).
+        doc_ids (B, T), growing along a row, such as (idx == eot).cumsum(1): attention, distances, n and positions stay
+        inside a document, so packed documents are computed as separate ones, for every encoding. (The authors count
+        the sinusoidal's positions over the whole window.)
+        window: hide keys that are further away than this many tokens (with RoPE this is the paper's Local RoPE).
         """
         x, layout = self.prepare(idx, doc_ids, window)
         for block in self.blocks:
@@ -421,7 +434,7 @@ class GPT(nn.Module):
         pieces = list(zip(x.split(rows), targets.split(rows), strict=True))
         if len(pieces) == 1:
             return total(x, targets) / (targets != -100).sum()
-        losses = [checkpoint(total, *piece, use_reentrant=False) for piece in pieces]
+        losses = [checkpoint(total, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
         return torch.stack(losses).sum() / (targets != -100).sum()
 
     @torch.no_grad()
@@ -468,8 +481,12 @@ class GPT(nn.Module):
         """The model of a checkpoint file, or of last.pt in a run folder, ready to evaluate, and all that was saved."""
         saved = load_checkpoint(path)
         config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
-        model = cls(ModelConfig(**config))
-        model.load_state_dict(saved["model"])
+        try:
+            model = cls(ModelConfig(**config))
+            model.load_state_dict(saved["model"])
+        except (TypeError, RuntimeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"{path} holds no model of this version of the program: {reason}") from error
         return model.to(device).eval(), saved
 
 
@@ -506,8 +523,8 @@ def pick_device(name: str) -> tuple[torch.device, str]:
         name, why = "cpu", "there is no CUDA device"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device, dtype=torch.float64).item()  # angles need float64
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"device {name} cannot be used here ({reason}); try --device=cpu") from error
     return device, why

@@ -21,7 +21,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -34,6 +34,7 @@ from tokenizer import EOT, encode_document, get_tokenizer
 
 MAGIC, VERSION = 20240520, 1  # llm.c's
 HEADER_INTS, HEADER_BYTES = 256, 1024
+UNFINISHED = "UNFINISHED"  # a file of this name is in the folder while it is being written
 
 # tests are no documentation; the others are not CPython's own, or are absent from some builds
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "_bundled"}
@@ -49,7 +50,6 @@ class PrepareConfig:
     val_fraction: float = 0.05  # part of the tokens held out for validation, in whole documents
     retrieval_fraction: float = 0.0  # part of the training windows that are retrieval exercises
     window: int = 256  # training length: exercises are packed for this block_size
-    train_tokens: int = 0  # cut or repeat the training part to this many tokens; 0 keeps every one once
     seed: int = 1  # chooses the validation documents, the exercises and the order of packed windows
 
     def __post_init__(self):
@@ -57,11 +57,10 @@ class PrepareConfig:
         rules = [
             ("out_dir", clear, 'a last part without "train_" and "val_", by which train.py tells shards apart'),
             ("files", bool(self.files) == (self.source == "files"), "file names with --source=files, and only then"),
-            ("val_fraction", 0 <= self.val_fraction < 1, "at least 0, below 1"),
-            ("retrieval_fraction", 0 <= self.retrieval_fraction < 1, "at least 0, below 1"),
+            ("val_fraction", 0 < self.val_fraction < 1, "above 0, below 1"),
+            ("retrieval_fraction", 0 <= self.retrieval_fraction <= 0.99, "0 to 0.99"),
             ("window", self.window > 1, "2 tokens or more"),
             ("shard_tokens", self.shard_tokens > self.window, "more than a window"),
-            ("train_tokens", self.train_tokens == 0 or self.train_tokens > self.window, "0, or more than a window"),
             ("seed", self.seed >= 0, "0 or more"),
         ]
         for field, holds, wanted in rules:
@@ -179,23 +178,13 @@ def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarra
 
 
 # Besides the passkey's own wording, so that a model learns to look for what is asked and not for one sentence.
-EXERCISE_NEEDLES = (
-    "The {name} is {key}. Remember it. {key} is the {name}.",
-    "Note that the {name} is {key}.",
-    "Do not forget: the {name} is {key}.",
-    "From today on the {name} is {key}, and no other.",
-    "You will need this later: the {name} is {key}. Write down {key}.",
+EXERCISE_WORDINGS = (
+    ("The {name} is {key}. Remember it. {key} is the {name}.", "What is the {name}? The {name} is"),
+    ("Note that the {name} is {key}.", "Tell me the {name}. The {name} is"),
+    ("Do not forget: the {name} is {key}.", "Now say the {name}. The {name} is"),
 )
-EXERCISE_QUESTIONS = (
-    "What is the {name}?",
-    "Tell me the {name}.",
-    "Now say the {name}.",
-    "Do you know the {name}?",
-    "So?",
-)
-EXERCISE_ANSWER = " The {name} is"
-EXERCISE_PASSKEYS = 0.25  # share of the exercises that have the passkey's own wording
-EXERCISE_SHORT = 0.5  # share of the exercise windows that hold as many short exercises as fit instead of a long one
+EXERCISE_PASSKEYS = 1 / 3  # share of the exercises that have the passkey's own wording
+EXERCISE_PAIRS = 0.4  # share of the exercise windows that hold two short ones, if they fit, instead of a long one
 HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
 
 
@@ -205,8 +194,7 @@ def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, wor
     from eval_passkey import FILLERS, WORDINGS, Wording  # the test's own texts, so that the two cannot drift apart
 
     name = " ".join(words[rng.integers(len(words))] for _ in range(2))
-    needle = EXERCISE_NEEDLES[rng.integers(len(EXERCISE_NEEDLES))]
-    question = EXERCISE_QUESTIONS[rng.integers(len(EXERCISE_QUESTIONS))] + EXERCISE_ANSWER
+    needle, question = EXERCISE_WORDINGS[rng.integers(len(EXERCISE_WORDINGS))]
     wording = Wording(needle.replace("{name}", name), question.replace("{name}", name))
     begin = int(rng.integers(max(1, len(corpus_text) - 8 * window)))
     return {
@@ -220,7 +208,7 @@ def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, wor
 def exercise_windows(
     rng: np.random.Generator, count: int, window: int, enc: tiktoken.Encoding, corpus_text: str
 ) -> Iterator[list[int]]:
-    """`count` lists of `window` ids, each filled exactly by one long retrieval exercise or by several short ones.
+    """`count` lists of `window` ids, each filled exactly by one long retrieval exercise or by two short ones.
 
     An exercise is a document in the form of the passkey test: filler, needle, filler, question, answer.
     """
@@ -228,7 +216,7 @@ def exercise_windows(
 
     words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", corpus_text)) - HELD_OUT_WORDS)
     for _ in range(count):
-        most = window if rng.random() < EXERCISE_SHORT else 1
+        most = 2 if rng.random() < EXERCISE_PAIRS else 1
         chosen, room = [], window
         while len(chosen) < most:
             one = random_exercise(rng, window, corpus_text, words)
@@ -251,8 +239,6 @@ def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConf
     """Whole windows in random order: retrieval_fraction of them are exercises, the others cut the corpus in a row."""
     window, fraction = config.window, config.retrieval_fraction
     stretches = -(-len(corpus) // window)  # rounded up, so that the last tokens are in it
-    if config.train_tokens:
-        stretches = max(1, round(config.train_tokens // window * (1 - fraction)))
     exercises = round(stretches * fraction / (1 - fraction))
     rng = np.random.default_rng([config.seed, 1])
     rows = np.empty((stretches + exercises, window), dtype=np.uint16)
@@ -262,20 +248,15 @@ def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConf
         assert len(ids) == window and ids[0] == enc.eot_token, f"got {len(ids)} ids from {ids[:1]}, expected {window}"
         rows[i] = ids
     print(f"packed {stretches:,} windows of text and {exercises:,} retrieval exercises")
-    return rows[rng.permutation(len(rows))].reshape(-1)
+    return np.append(rows[rng.permutation(len(rows))], np.uint16(enc.eot_token))  # the last window's last target
 
 
 def training_shards(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig) -> list[np.ndarray]:
-    """The training tokens in pieces of shard_tokens, each cut at a whole window."""
-    if config.retrieval_fraction:
-        tokens = pack_windows(corpus, enc, config)
-    else:
-        tokens = np.resize(corpus, config.train_tokens) if config.train_tokens else corpus
+    """The training tokens in pieces of shard_tokens, each cut at a whole window. The token behind a piece is in it too:
+    (N - 1) // T windows are read of N tokens, since the last input needs a target."""
+    tokens = pack_windows(corpus, enc, config) if config.retrieval_fraction else corpus
     step = config.shard_tokens // config.window * config.window
-    pieces = np.split(tokens, range(step, len(tokens) - config.window, step))  # no last shard shorter than a window
-    if config.retrieval_fraction:  # (N - 1) // T windows are read: the last one needs a token after it
-        pieces = [np.append(piece, np.uint16(enc.eot_token)) for piece in pieces]
-    return pieces
+    return [tokens[at : at + step + 1] for at in range(0, max(1, len(tokens) - config.window), step)]
 
 
 # ---- files
@@ -318,21 +299,40 @@ def read_shard(path: str | os.PathLike) -> np.ndarray:
 
 
 def settings_of(config: PrepareConfig) -> dict:
-    """What decides the shards' content, as it reads back from JSON."""
-    settings = asdict(config) | {"files": list(config.files)}
-    return {key: value for key, value in settings.items() if key != "out_dir"}
+    """What decides the shards' content, as it reads back from JSON; a file counts by its name and size."""
+    files = [f"{Path(name).name}, {Path(name).stat().st_size:,} bytes" for name in config.files if Path(name).is_file()]
+    return {key: value for key, value in (asdict(config) | {"files": files}).items() if key != "out_dir"}
+
+
+def read_meta(folder: str | os.PathLike) -> dict | None:
+    """meta.json of a data folder; None if there is none. ValueError if it is damaged or preparation was cut short."""
+    path = Path(folder) / "meta.json"
+    if (Path(folder) / UNFINISHED).exists():
+        raise ValueError(f"the preparation of {folder} was cut short; start prepare_fineweb.py again with its options")
+    if not path.exists():
+        return None
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        return meta | {"tokenizer": str(meta["tokenizer"]), "window": meta["window"] and int(meta["window"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged; prepare this data again, in another folder") from error
 
 
 def already_prepared(config: PrepareConfig) -> bool:
     """True when out_dir is complete with the same settings; another data set there is an error."""
-    path = Path(config.out_dir) / "meta.json"
-    if not path.exists():
+    folder = Path(config.out_dir)
+    meta = None if (folder / UNFINISHED).exists() else read_meta(folder)
+    if meta is None:
         return False
-    there, wanted = json.loads(path.read_text(encoding="utf-8")).get("settings", {}), settings_of(config)
+    there, wanted = meta.get("settings") or {}, settings_of(config)
     changes = [f"{key}={there.get(key)} (now {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
     if changes:
-        raise ValueError(f"{path.parent} was prepared with {', '.join(changes)}: choose another --out_dir or delete it")
-    return True
+        raise ValueError(f"{folder} was prepared with {', '.join(changes)}: choose another --out_dir or delete it")
+    tokens = 0
+    for name in meta["sha256"]:  # a shard that is lost or cut is made again
+        with suppress(ValueError, OSError):
+            tokens += len(read_shard(folder / name))
+    return tokens == meta["train_tokens"] + meta["val_tokens"]
 
 
 def write_all(config: PrepareConfig, shards: dict[str, np.ndarray], meta: dict, text: str | None) -> None:
@@ -341,7 +341,9 @@ def write_all(config: PrepareConfig, shards: dict[str, np.ndarray], meta: dict, 
     strangers = sorted({path.name for path in folder.glob("*.bin")} - set(shards))
     if strangers:  # train.py would read it too
         raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: remove it or change --out_dir")
+    configurator.check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED).touch()
     for name, tokens in shards.items():
         write_shard(folder / name, tokens)
     if text is not None:
@@ -350,6 +352,7 @@ def write_all(config: PrepareConfig, shards: dict[str, np.ndarray], meta: dict, 
     meta["sha256"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in shards}
     with replacing(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=2).encode() + b"\n")
+    (folder / UNFINISHED).unlink()
 
 
 def prepare(config: PrepareConfig) -> None:
@@ -362,7 +365,7 @@ def prepare(config: PrepareConfig) -> None:
     texts = list(pydocs_documents()) if config.source == "pydocs" else file_documents(config.files)
     documents = encode_all(texts, enc)
     corpus, val = split(documents, config)
-    shards = {f"{name}_val_000000.bin": val} if len(val) else {}
+    shards = {f"{name}_val_000000.bin": val}
     shards |= {f"{name}_train_{i:06d}.bin": s for i, s in enumerate(training_shards(corpus, enc, config), start=1)}
     settings = settings_of(config)
     meta = {key: settings[key] for key in ("source", "tokenizer", "seed", "retrieval_fraction")} | {
@@ -387,4 +390,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    configurator.run(main)

@@ -6,6 +6,7 @@ step with a checkpoint; --resume continues any stopped or killed run exactly as 
 
 import json
 import math
+import re
 import shlex
 import signal
 import subprocess
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 import configurator
-from configurator import fail, user_errors
+from configurator import check_folder, fail, user_errors
 from model import GPT, ModelConfig, load_checkpoint, pick_device, save_checkpoint
-from prepare_fineweb import read_shard, replacing
+from prepare_fineweb import read_meta, read_shard, replacing
 from tokenizer import get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -62,9 +63,14 @@ class TrainConfig:
         for name in ("batch_size", "tokens_per_step", "max_steps", "log_interval", "eval_interval", "eval_windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("learning_rate", "prior_lr", "ssmax_lr", "warmup_steps", "weight_decay", "grad_clip", "seed"):
+        for name in ("learning_rate", "prior_lr", "ssmax_lr", "warmup_steps", "weight_decay", "grad_clip"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        for name, top in (("beta1", 1), ("beta2", 1), ("min_lr_fraction", 1.01), ("seed", 2**63)):
+            if not 0 <= getattr(self, name) < top:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below {top}")
+        if not self.out_dir or not self.data:
+            raise ValueError("data and out_dir must name folders")
 
 
 class Windows:
@@ -112,18 +118,19 @@ def find_data(cfg: TrainConfig, model_cfg: ModelConfig) -> tuple[Windows, Window
     folder = Path(cfg.data)
     if cfg.prepare and not (folder / "meta.json").exists():  # written last: without it, the folder is not whole
         print(f"{folder} is not there yet: prepare_fineweb.py {cfg.prepare}", flush=True)
-        command = [sys.executable, str(ROOT / "prepare_fineweb.py"), *shlex.split(cfg.prepare), f"--out_dir={folder}"]
+        with user_errors():
+            options = shlex.split(cfg.prepare)
+        command = [sys.executable, str(ROOT / "prepare_fineweb.py"), *options, f"--out_dir={folder}"]
         if subprocess.run(command).returncode:
             fail(f"preparing {folder} did not succeed; see the message above")
     train, val = sorted(folder.glob("*train_*.bin")), sorted(folder.glob("*val_*.bin"))
     if not train or not val:
         fail(f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py")
-    meta_file = folder / "meta.json"
-    meta = json.loads(meta_file.read_text(encoding="utf-8")) if meta_file.exists() else {}
-    if "tokenizer" not in meta:
-        meta["tokenizer"] = "gpt2"
-        print(f"{meta_file} does not name a tokenizer: gpt2 is assumed")
     with user_errors():
+        meta = read_meta(folder)
+        if meta is None:
+            meta = {"tokenizer": "gpt2", "window": None}
+            print(f"{folder} has no meta.json: tokenizer gpt2 is assumed")
         meta["eot"] = get_tokenizer(meta["tokenizer"]).eot_token
         train, val = Windows(train, model_cfg.block_size), Windows(val, model_cfg.block_size)
     check_data(cfg, model_cfg, meta, train, val)
@@ -131,7 +138,7 @@ def find_data(cfg: TrainConfig, model_cfg: ModelConfig) -> tuple[Windows, Window
 
 
 def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Windows, val: Windows) -> None:
-    T, window, eot = model_cfg.block_size, meta.get("window"), meta["eot"]
+    T, window, eot = model_cfg.block_size, meta["window"], meta["eot"]
     if window and window != T:
         fail(f"{cfg.data} has exercises packed for windows of {window} tokens, block_size is {T}; prepare it again")
     if eot >= model_cfg.vocab_size:
@@ -265,8 +272,10 @@ class Trainer:
         if self.cfg.resume:
             with user_errors():
                 return load_checkpoint(last)
-        if last.exists():
+        if any(self.out.glob("*.pt")):
             fail(f"{self.out} already holds a run; --resume continues it, another --out_dir starts a new one")
+        with user_errors():
+            check_folder(self.out)
         return None
 
     def restore(self) -> None:
@@ -278,16 +287,21 @@ class Trainer:
         with user_errors():
             if self.saved["model_config"] != asdict(self.model.cfg):
                 raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
+            if missing := {"optimizer", "scaler", "step", "best", "seconds", "rng", "train_config"} - set(self.saved):
+                raise ValueError(f"{self.out} cannot be resumed: its last.pt has no {', '.join(sorted(missing))}")
+            if (tokenizer := self.saved["tokenizer"]) != self.meta["tokenizer"]:
+                raise ValueError(f"{self.out} was trained with tokenizer {tokenizer}, not {self.meta['tokenizer']}")
         self.model.load_state_dict(self.saved["model"])
-        rates = [group["peak_lr"] for group in self.optimizer.param_groups]
+        options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(self.saved["optimizer"])
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["peak_lr"] = rate  # as the options of this call say, not those of the start
+        for group, now in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(now)  # rates, decay and betas are those of this call
         self.scaler.load_state_dict(self.saved["scaler"])
         self.step, self.best, self.seconds = (self.saved[k] for k in ("step", "best", "seconds"))
         torch.set_rng_state(self.saved["rng"])
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        step = re.compile(r'\{"step": (\d+),.*\}\n')
+        kept = [line for line in lines if (found := step.fullmatch(line)) and int(found[1]) <= self.step]
         with replacing(log) as file:  # what a killed run logged after its checkpoint comes again
             file.write("".join(kept).encode())
         now, then = asdict(self.cfg), self.saved["train_config"]
@@ -316,9 +330,12 @@ class Trainer:
             group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
         total = torch.zeros((), device=self.device)
         for indices in np.split(self.order.step(self.step), self.micro_steps):
-            batch = self.train.take(indices).to(self.device)
+            batch = self.train.take(indices)
+            if batch.max() >= self.model.cfg.vocab_size:
+                fail(f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}")
+            batch = batch.to(self.device)
             idx, targets = batch[:, :-1], batch[:, 1:].clone()
-            if self.meta.get("window"):  # packed windows are shuffled: what follows the last token is of another text
+            if self.meta["window"]:  # packed windows are shuffled: what follows the last token is of another text
                 targets[:, -1] = -100
             with self.autocast:
                 loss = self.run(idx, targets, documents(idx, self.meta["eot"])) / self.micro_steps
@@ -349,6 +366,8 @@ class Trainer:
     def loop(self) -> None:
         cfg, began, before = self.cfg, time.time(), self.seconds
         first = self.step
+        if first >= cfg.max_steps:
+            print(f"{self.out} is at step {first} of {cfg.max_steps} already: nothing to do")
         while self.step < cfg.max_steps and not self.stop:
             loss, norm = self.train_step()
             self.seconds = before + time.time() - began
@@ -357,6 +376,9 @@ class Trainer:
             if not validate and self.step % cfg.log_interval:
                 continue  # without asking the device for numbers, which would make it wait
             record = {"step": self.step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": self.seconds}
+            if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+                numbers = f"loss {record['loss']}, gradient norm {record['grad_norm']} at step {self.step}"
+                fail(f"{numbers}: the run diverged; its last checkpoint stays as it was; use lower learning rates")
             record |= self.evaluate() if validate else {}
             self.log(record | self.model.prior_values())
             rate = (time.time() - began) / (self.step - first)
@@ -396,4 +418,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    configurator.run(main)

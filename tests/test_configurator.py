@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from configurator import fail, parse, user_errors
+from configurator import fail, parse, run, user_errors
 
 
 @dataclass
@@ -302,3 +302,19 @@ def test_fail(capsys):
     with pytest.raises(SystemExit) as stop:
         fail("got this; expected that")
     assert stop.value.code == 2 and capsys.readouterr().err == "error: got this; expected that\n"
+
+
+def test_a_config_file_that_exits_is_an_error(tmp_path, capsys):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        parse([], [str(tmp_path / "exits.py")], None, positional="config")
+    assert stopped.value.code == 2 and "line 2" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_without_a_traceback(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        run(main)
+    assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted\n"

@@ -130,7 +130,7 @@ def test_log_prior_is_the_generalized_gaussian_density_up_to_a_constant(beta):
 def test_gradient_of_the_prior_at_theta_0():
     prior = M.GGDPrior(make_model("ggd", False, theta_alpha=(0.0,), theta_beta=(0.0,)).cfg)
     prior(50)[0, 20].backward()
-    assert prior.theta_beta.grad[0].item() == pytest.approx(-math.log(20), rel=1e-5)
+    assert prior.theta_beta.grad[0].item() == pytest.approx(-math.log(20 + M.EPSILON), rel=1e-5)
     assert prior.theta_alpha.grad[0].item() == pytest.approx(-1.0)
 
 
@@ -178,10 +178,13 @@ def test_alibi_slopes(n_head, expected):
 
 
 def test_alibi_mass_beyond_a_distance_is_bounded_at_every_length():
-    """Lemma 3: at most e^(-m w) / (1 - e^(-m)), relative to the weight at distance 0."""
+    """Lemma 3: at most e^(-m (w + 1)), whatever n."""
+    model = make_model("alibi", False)
     for n in (100, 10_000):
-        weight = torch.exp(-0.5 * torch.arange(n, dtype=torch.float64))
-        assert weight[40:].sum() <= math.exp(-0.5 * 40) / (1 - math.exp(-0.5))
+        for slope, weight in zip(
+            M.alibi_slopes(4).tolist(), model.blocks[0].attn.log_prior(n).softmax(-1), strict=True
+        ):
+            assert weight[41:].sum() <= math.exp(-slope * 41) * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -210,6 +213,18 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
         assert found.log_z[0, h, i].item() == pytest.approx(z.log().item(), abs=1e-4)
     product = found.content * found.prior * found.log_z.exp()[..., None]
     torch.testing.assert_close(product, found.posterior, atol=1e-6, rtol=1e-5)
+
+
+def test_z_is_at_least_1_and_large_where_content_fights_the_prior():
+    """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g."""
+    mask = M.visible(3, None, None, torch.device("cpu"))
+    k = torch.tensor([[[[30.0, 0.0], [0.0, 0.0], [0.0, 0.0]]]])
+    q = torch.tensor([[[[1.0, 0.0]] * 3]])
+    agree = M.reference_posterior(q, k, torch.tensor([[-30.0, -30.0, 0.0]]), None, mask).log_z[0, 0, 2].item()
+    fight = M.reference_posterior(q, k, torch.tensor([[0.0, -30.0, -30.0]]), None, mask).log_z[0, 0, 2].item()
+    assert agree == pytest.approx(0, abs=1e-6) and fight == pytest.approx(30 - math.log(2), abs=1e-3)
+    for pe, ssmax in ENCODINGS:
+        assert (make_model(pe, ssmax).posteriors(tokens(12))[1].log_z > -1e-5).all()
 
 
 def test_log_z_is_ln_n_where_one_factor_is_uniform():
@@ -388,6 +403,7 @@ def test_checkpoint_round_trip_and_its_errors(tmp_path):
         ({"theta_learned": ("gamma",)}, "gamma"),
         ({"pe": "rope", "n_embd": 12, "n_head": 4}, "pairs"),
         ({"ffn_mult": 0.0}, "ffn_mult"),
+        ({"pe": "foo"}, "pe is foo"),
     ],
 )
 def test_config_errors_are_one_sentence(change, message):

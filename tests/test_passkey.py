@@ -45,6 +45,12 @@ def test_lengths_are_exact_and_the_prompt_is_a_prefix(enc, wording, filler):
                 assert place == pytest.approx(depth, abs=0.12) and abs(prompt.depth - depth) < 0.05
 
 
+def test_depth_is_kept_in_a_filler_without_spaces(enc):
+    for depth in (0, 0.3, 0.6, 1):
+        prompt = E.passkey_prompt(enc, 2000, depth, 12345, E.WORDINGS["passkey"], "abcdefghij" * 9)
+        assert len(prompt.tokens) == 2000 and prompt.depth == pytest.approx(depth, abs=0.01)
+
+
 def test_answer_tokens(enc):
     prompt = E.passkey_prompt(enc, 300, 0.5, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"])
     assert prompt.answer == (6 if enc.name == "bytes" else len(enc.encode_ordinary(" 12345")))
@@ -58,9 +64,13 @@ def test_too_short_a_length_says_what_it_needs(enc):
     assert len(E.passkey_prompt(enc, needs, *arguments).tokens) == needs
 
 
+def subject(enc):
+    return E.Subject(None, {}, enc, E.FILLERS["passkey"], "")
+
+
 def test_oracle_constant_and_one_wrong_token(enc):
     cfg = E.PasskeyConfig(depths=5, seeds=(1, 2))
-    prompts = E.make_prompts(enc, cfg, 300, E.FILLERS["passkey"], "")
+    prompts = E.make_prompts(subject(enc), cfg, 300)
     assert len({tuple(p.tokens) for p in prompts}) == 10
 
     def one_wrong(idx, n):
@@ -75,10 +85,8 @@ def test_oracle_constant_and_one_wrong_token(enc):
 
 def test_prompts_are_a_function_of_seed_and_length():
     enc = get_tokenizer("bytes")
-    first, again, other = (
-        [p.tokens for p in E.make_prompts(enc, E.PasskeyConfig(seeds=(s,)), 256, E.FILLERS["passkey"], "")]
-        for s in (3, 3, 4)
-    )
+    made = [[p.tokens for p in E.make_prompts(subject(enc), E.PasskeyConfig(seeds=(s,)), 256)] for s in (3, 3, 4)]
+    first, again, other = made
     assert first == again != other
 
 
@@ -93,7 +101,7 @@ def test_wilson_interval():
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
     """No word of the reworded needle's name, and no sentence of the unseen filler, is in the exercises."""
-    sentences = " ".join(prepare_fineweb.EXERCISE_NEEDLES + prepare_fineweb.EXERCISE_QUESTIONS).lower()
+    sentences = " ".join(part for pair in prepare_fineweb.EXERCISE_WORDINGS for part in pair).lower()
     assert not any(word in sentences for word in prepare_fineweb.HELD_OUT_WORDS)
     enc = get_tokenizer("bytes")
     windows = list(
@@ -139,9 +147,8 @@ def test_command_line_writes_table_record_and_pictures(run, tmp_path, monkeypatc
 
 def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, capsys):
     call(monkeypatch, run / "last.pt", "--depths=1")
-    assert [r.split()[1:] for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["run"]] == [
-        ["128", "256", "512", "1,024", "2,048"]
-    ]
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["run"])
+    assert header.split()[1:] == ["128", "256", "512", "1,024", "2,048"]
 
 
 def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
@@ -153,7 +160,9 @@ def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
         return whole(scorer, prompts, *rest)
 
     monkeypatch.setattr(E, "retrieved", interrupted)
-    call(monkeypatch, run, "--depths=2", "--lengths=128,300")
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, run, "--depths=2", "--lengths=128,300")
+    assert stopped.value.code == 130
     assert len((run / "eval/passkey.jsonl").read_text(encoding="utf-8").splitlines()) == 1
     assert "stopped" in capsys.readouterr().out
 
@@ -176,6 +185,30 @@ def test_errors_are_one_sentence(run, monkeypatch, capsys, arguments, message):
     printed = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
     assert not (run / "eval").exists()
+
+
+def test_all_runs_are_checked_before_the_first_is_tested(run, tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for change, message in (
+        ({"tokenizer": "nonsense"}, "unknown tokenizer"),
+        ({"model_config": {"n_layers": 3}}, "no model of this version"),
+        ({"model": {}}, "no model of this version"),
+    ):
+        save_checkpoint(bad / "last.pt", torch.load(run / "last.pt", weights_only=True) | change)
+        with pytest.raises(SystemExit) as stopped:
+            call(monkeypatch, run, bad, "--lengths=200", "--depths=1")
+        printed = capsys.readouterr().err.strip()
+        assert stopped.value.code == 2 and message in printed and "\n" not in printed
+    (run / "eval").touch()
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, run, "--lengths=200", "--depths=1")
+    assert stopped.value.code == 2 and "is a file where a folder is needed" in capsys.readouterr().err
+
+
+def test_labels_tell_runs_and_files_apart(run):
+    assert E.name_of(str(run)) == E.name_of(str(run / "last.pt")) == "run"
+    assert E.name_of(str(run / "best.pt")) == "run/best"
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

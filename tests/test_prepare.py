@@ -233,36 +233,26 @@ def test_one_huge_document_is_not_held_out():
         assert 1 not in prepare_fineweb.choose_validation(lengths, 0.05, seed)
 
 
-def test_no_validation_when_none_is_wanted(tmp_path, jsonl, texts):
-    prepare(small(tmp_path / "x", jsonl, val_fraction=0.0))
-    meta, train, val = load(tmp_path / "x")
-    assert documents(train) == texts and meta["val_tokens"] == len(val) == 0
-
-
 # ---- training shards
 
 
 def test_shards_are_cut_at_windows(tmp_path, jsonl):
     prepare(small(tmp_path / "whole", jsonl))
     prepare(small(tmp_path / "cut", jsonl, shard_tokens=10_000))
-    assert np.array_equal(load(tmp_path / "whole")[1], load(tmp_path / "cut")[1])
     shards = [read_shard(path) for path in sorted((tmp_path / "cut").glob("*train_*.bin"))]
-    assert len(shards) > 2 and all(len(shard) == 9984 for shard in shards[:-1])
+    assert len(shards) > 2 and all(len(shard) == 9984 + 1 for shard in shards[:-1])
+    assert all(a[-1] == b[0] for a, b in zip(shards, shards[1:], strict=False)), "the last target is in both"
+    joined = np.concatenate([shards[0], *(shard[1:] for shard in shards[1:])])
+    assert np.array_equal(load(tmp_path / "whole")[1], joined)
     assert len(shards[-1]) > WINDOW
 
 
-def test_no_last_shard_shorter_than_a_window():
+@pytest.mark.parametrize("tokens", [1024, 1025, 1050, 257])
+def test_cutting_shards_loses_no_window(tokens):
     config = PrepareConfig(shard_tokens=2 * WINDOW)
-    shards = prepare_fineweb.training_shards(np.arange(1050), get_tokenizer("bytes"), config)
-    assert [len(shard) for shard in shards] == [512, 538]
-
-
-@pytest.mark.parametrize("wanted", [1000, 100_000])
-def test_train_tokens_cuts_or_repeats(tmp_path, jsonl, wanted):
-    prepare(small(tmp_path / "whole", jsonl))
-    prepare(small(tmp_path / "x", jsonl, train_tokens=wanted))
-    train, whole = load(tmp_path / "x")[1], load(tmp_path / "whole")[1]
-    assert np.array_equal(train, np.resize(whole, wanted))
+    shards = prepare_fineweb.training_shards(np.arange(tokens), get_tokenizer("bytes"), config)
+    windows = [(len(shard) - 1) // WINDOW for shard in shards]
+    assert sum(windows) == (tokens - 1) // WINDOW and min(windows) > 0
 
 
 @pytest.mark.parametrize("shard_tokens", [100_000_000, 20_000])
@@ -272,7 +262,7 @@ def test_exercises_fill_whole_windows(tmp_path, jsonl, shard_tokens):
     meta, _, val = load(tmp_path / "x")
     _, corpus, whole_val = load(tmp_path / "whole")
     shards = [read_shard(path) for path in sorted((tmp_path / "x").glob("*train_*.bin"))]
-    assert all(len(shard) % WINDOW == 1 and shard[-1] == EOT_ID for shard in shards)
+    assert all(len(shard) % WINDOW == 1 for shard in shards) and shards[-1][-1] == EOT_ID
     rows = [tuple(row) for shard in shards for row in shard[:-1].reshape(-1, WINDOW).tolist()]
     stretches = -(-len(corpus) // WINDOW)
     expected = {tuple(row) for row in np.resize(corpus, (stretches, WINDOW)).tolist()}
@@ -282,11 +272,6 @@ def test_exercises_fill_whole_windows(tmp_path, jsonl, shard_tokens):
     assert all(row[0] == EOT_ID for row in exercises)
     assert meta["window"] == WINDOW and meta["retrieval_fraction"] == 0.25
     assert np.array_equal(val, whole_val), "the validation part stays pure text"
-
-
-def test_train_tokens_with_exercises(tmp_path, jsonl):
-    prepare(small(tmp_path / "x", jsonl, retrieval_fraction=0.5, train_tokens=200 * WINDOW))
-    assert load(tmp_path / "x")[0]["train_tokens"] == 200 * WINDOW + 1
 
 
 def test_seed_changes_the_shards(tmp_path, jsonl):
@@ -334,6 +319,33 @@ def test_an_unfinished_folder_is_prepared_again(tmp_path, jsonl):
     assert load(folder)[0] == finished
 
 
+def test_changed_files_and_lost_shards_are_noticed(tmp_path, jsonl, texts, capsys):
+    prepare(small(tmp_path / "x", jsonl))
+    shard = next((tmp_path / "x").glob("*train_*.bin"))
+    whole = shard.read_bytes()
+    for damage in (lambda: shard.unlink(), lambda: shard.write_bytes(whole[:-100])):
+        damage()
+        prepare(small(tmp_path / "x", jsonl))
+        assert shard.read_bytes() == whole and "nothing to do" not in capsys.readouterr().out
+    write_jsonl(Path(jsonl), [*texts, "one more"])
+    with pytest.raises(ValueError, match="was prepared with files"):
+        prepare(small(tmp_path / "x", jsonl))
+
+
+def test_meta_of_an_unfinished_or_damaged_folder_is_refused(tmp_path, jsonl):
+    prepare(small(tmp_path / "x", jsonl))
+    assert prepare_fineweb.read_meta(tmp_path / "x")["tokenizer"] == "bytes"
+    assert prepare_fineweb.read_meta(tmp_path) is None
+    (tmp_path / "x" / prepare_fineweb.UNFINISHED).touch()
+    with pytest.raises(ValueError, match="cut short"):
+        prepare_fineweb.read_meta(tmp_path / "x")
+    prepare(small(tmp_path / "x", jsonl))
+    for content in ("{broken", "[]", "null", ""):
+        (tmp_path / "x" / "meta.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match="damaged"):
+            prepare_fineweb.read_meta(tmp_path / "x")
+
+
 def test_shards_of_another_run_are_refused(tmp_path, jsonl):
     (tmp_path / "x").mkdir()
     write_shard(tmp_path / "x/x_train_000007.bin", np.arange(9))
@@ -357,11 +369,11 @@ def test_command_line(tmp_path, jsonl):
 @pytest.mark.parametrize(
     "options",
     [
+        {"val_fraction": 0.0},
         {"val_fraction": 1.0},
         {"retrieval_fraction": -0.1},
         {"window": 1},
         {"shard_tokens": 256},
-        {"train_tokens": 10},
         {"seed": -1},
         {"source": "files"},
         {"files": ("a.txt",)},

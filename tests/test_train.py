@@ -232,6 +232,9 @@ def main(monkeypatch, *arguments):
         (("--device=tpu9",), "device tpu9"),
         (("--dtype=float16",), "float16"),
         (("--max_steps=0",), "at least 1"),
+        (("--beta1=2",), "beta1"),
+        (("--device=meta",), "device meta"),
+        (("--out_dir=",), "must name folders"),
     ],
 )
 def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys, arguments, message):
@@ -241,6 +244,61 @@ def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys, arguments,
     printed = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_ids_beyond_the_vocabulary_are_told(data, tmp_path, capsys):
+    shard = next(data.glob("*train*.bin"))
+    tokens = np.array(T.read_shard(shard))
+    tokens[5::16] = 300
+    write_shard(shard, tokens)
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out").loop()
+    assert stopped.value.code == 2 and "token id 300, vocab_size is 257" in capsys.readouterr().err
+
+
+def test_a_diverged_run_keeps_its_last_checkpoint(data, tmp_path, capsys):
+    trainer(data, tmp_path / "out", max_steps=5).loop()
+    before = (tmp_path / "out/last.pt").read_bytes()
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0).loop()
+    assert stopped.value.code == 2 and "diverged" in capsys.readouterr().err
+    assert (tmp_path / "out/last.pt").read_bytes() == before
+
+
+def test_resume_takes_the_options_of_this_call_and_says_so(data, tmp_path, capsys):
+    trainer(data, tmp_path / "out", max_steps=5).loop()
+    run = trainer(data, tmp_path / "out", resume=True, weight_decay=0.7, beta1=0.5, prior_lr=0.3)
+    assert "weight_decay 0.1 -> 0.7" in capsys.readouterr().out
+    groups = {g["name"]: g for g in run.optimizer.param_groups}
+    assert groups["matrix"]["weight_decay"] == 0.7 and groups["matrix"]["betas"] == (0.5, 0.95)
+    assert groups["theta"]["peak_lr"] == 0.3 and groups["theta"]["weight_decay"] == 0.0
+    finished = trainer(data, tmp_path / "out", resume=True, max_steps=5)
+    finished.loop()
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_another_tokenizer_cannot_go_on_with_a_run(data, tmp_path, capsys):
+    trainer(data, tmp_path / "out", max_steps=5).loop()
+    saved = load_checkpoint(tmp_path / "out")
+    T.save_checkpoint(tmp_path / "out/last.pt", saved | {"tokenizer": "gpt2"})
+    with pytest.raises(SystemExit):
+        trainer(data, tmp_path / "out", resume=True)
+    assert "tokenizer gpt2, not bytes" in capsys.readouterr().err
+
+
+def test_a_file_in_the_way_is_told_before_anything_is_built(data, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(SystemExit) as stopped:
+            trainer(data, out)
+        assert stopped.value.code == 2 and "is a file where a folder is needed" in capsys.readouterr().err
+
+
+def test_damaged_meta_is_told(data, tmp_path, capsys):
+    (data / "meta.json").write_text("{broken", encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out")
+    assert stopped.value.code == 2 and "damaged" in capsys.readouterr().err
 
 
 def test_data_packed_for_another_window_is_refused(tmp_path, capsys):
