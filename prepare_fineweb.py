@@ -178,12 +178,25 @@ def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarra
 
 
 # Besides the passkey's own wording, so that a model learns to look for what is asked and not for one sentence.
-EXERCISE_WORDINGS = (
-    ("The {name} is {key}. Remember it. {key} is the {name}.", "What is the {name}? The {name} is"),
-    ("Note that the {name} is {key}.", "Tell me the {name}. The {name} is"),
-    ("Do not forget: the {name} is {key}.", "Now say the {name}. The {name} is"),
+EXERCISE_NEEDLES = (
+    "The {name} is {key}. Remember it. {key} is the {name}.",
+    "Note that the {name} is {key}.",
+    "Do not forget: the {name} is {key}.",
+    "From today on the {name} is {key}, and no other.",
+    "You will need this later: the {name} is {key}. Write down {key}.",
 )
-EXERCISE_PASSKEYS = 1 / 3  # share of the exercises that have the passkey's own wording
+EXERCISE_QUESTIONS = (
+    "What is the {name}?",
+    "Tell me the {name}.",
+    "Now say the {name}.",
+    "Do you know the {name}?",
+    "I forgot the {name}.",
+    "Please find the {name}.",
+    "Can you name the {name}?",
+    "How does the {name} read?",
+)
+EXERCISE_ANSWER = " The {name} is"
+EXERCISE_PASSKEYS = 0.4  # share of the exercises that have the passkey's own wording
 EXERCISE_PAIRS = 0.4  # share of the exercise windows that hold two short ones, if they fit, instead of a long one
 HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
 
@@ -194,7 +207,8 @@ def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, wor
     from eval_passkey import FILLERS, WORDINGS, Wording  # the test's own texts, so that the two cannot drift apart
 
     name = " ".join(words[rng.integers(len(words))] for _ in range(2))
-    needle, question = EXERCISE_WORDINGS[rng.integers(len(EXERCISE_WORDINGS))]
+    needle = EXERCISE_NEEDLES[rng.integers(len(EXERCISE_NEEDLES))]
+    question = EXERCISE_QUESTIONS[rng.integers(len(EXERCISE_QUESTIONS))] + EXERCISE_ANSWER
     wording = Wording(needle.replace("{name}", name), question.replace("{name}", name))
     begin = int(rng.integers(max(1, len(corpus_text) - 8 * window)))
     return {

@@ -15,7 +15,7 @@ from torch import Tensor
 from model import GPT, CausalSelfAttention, Layout
 
 CHUNK_TOKENS = 2048  # tokens that pass through a layer at once, over the batch
-STRIP_ELEMENTS = 2**20  # queries x keys of a strip: 4 MiB a head
+STRIP_ELEMENTS = 2**18  # queries x keys of a strip: 1 MiB a head, so that it stays in a CPU's cache
 
 
 class KVCache:
