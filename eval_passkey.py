@@ -330,10 +330,11 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     figure, axes = plt.subplots(1, len(results), figsize=(1 + 4 * len(results), 4), squeeze=False, layout="constrained")
     for axis, (run, records) in zip(axes[0], results.items(), strict=True):
         image = np.array([r["by_depth"] for r in records]).T
-        shown = axis.imshow(100 * image, vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        axis.set_xticks(range(len(records)), [f"{r['length']:,}" for r in records], rotation=30)
+        shown = axis.pcolormesh(100 * image, vmin=0, vmax=100, cmap="cividis", edgecolors="white", linewidth=0.5)
+        axis.invert_yaxis()
+        axis.set_xticks(np.arange(len(records)) + 0.5, [f"{r['length']:,}" for r in records], rotation=30)
         places = np.linspace(0, len(image) - 1, min(5, len(image)))
-        axis.set_yticks(places, [f"{100 * p / max(1, len(image) - 1):.0f}" for p in places])
+        axis.set_yticks(places + 0.5, [f"{100 * p / max(1, len(image) - 1):.0f}" for p in places])
         axis.set(xlabel="length of the prompt in tokens", ylabel="depth of the needle (% of the filler)")
         axis.set_title(name_of(run))
     figure.colorbar(shown, label="passkey found (%)")
