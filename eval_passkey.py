@@ -144,8 +144,9 @@ class PasskeyConfig:
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
         for name, values in (("window", (self.window,)), ("lengths", self.lengths), ("depths", (self.depths,))):
-            if any(not 0 <= value <= LONGEST for value in values):
-                raise ValueError(f"{name} is {values[0]}; it must be at least 0 and at most {LONGEST:,}")
+            for value in values:
+                if not 0 <= value <= LONGEST:
+                    raise ValueError(f"{name} is {value}; it must be at least 0 and at most {LONGEST:,}")
 
 
 class Subject(NamedTuple):

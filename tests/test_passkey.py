@@ -177,6 +177,7 @@ def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
         (("RUN", "--filler=no_such_file.txt"), "no_such_file.txt"),
         (("RUN", "--device=tpu9"), "device"),
         (("RUN", "--seeds=1,1"), "seeds"),
+        (("RUN", "--lengths=256,99999999999"), "lengths is 99999999999"),
     ],
 )
 def test_errors_are_one_sentence(run, monkeypatch, capsys, arguments, message):
