@@ -8,9 +8,7 @@ before it (the same as greedy decoding of the whole answer). Prints a table, sav
 appends a record.
 """
 
-import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +23,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import configurator
-from configurator import check_folder, fail, user_errors
-from model import GPT, load_checkpoint, pick_device
+from configurator import fail, user_errors
+from model import load_checkpoint, pick_device
+from records import BAR, STYLES, Run, aligned, append_record, distinct, folder_of, load_run, name_of, origin, wilson
 from streaming import score
-from tokenizer import encode_document, get_tokenizer
+from tokenizer import encode_document
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
 LONGEST = 2**24  # tokens: up to here a float32 distance is exact
@@ -149,23 +148,20 @@ class PasskeyConfig:
                     raise ValueError(f"{name} is {value}; it must be at least 0 and at most {LONGEST:,}")
 
 
-class Subject(NamedTuple):
-    """What is tested, and with what."""
+class Texts(NamedTuple):
+    """What stands around the needle."""
 
-    model: GPT
-    saved: dict
-    enc: tiktoken.Encoding
     filler: str
     description: str
 
 
-def make_prompts(subject: Subject, cfg: PasskeyConfig, length: int) -> list[Prompt]:
+def make_prompts(enc: tiktoken.Encoding, texts: Texts, cfg: PasskeyConfig, length: int) -> list[Prompt]:
     """The prompts of one length, seed by seed and depth by depth: a pure function of its arguments."""
-    prompts, texts = [], (WORDINGS[cfg.wording], subject.filler, subject.description)
+    prompts = []
     for seed in cfg.seeds:
         keys = np.random.default_rng((seed, length)).integers(10_000, 100_000, size=cfg.depths)
         for key, depth in zip(keys.tolist(), np.linspace(0, 1, cfg.depths), strict=True):
-            prompts.append(passkey_prompt(subject.enc, length, depth, key, *texts))
+            prompts.append(passkey_prompt(enc, length, depth, key, WORDINGS[cfg.wording], *texts))
     return prompts
 
 
@@ -187,103 +183,62 @@ def retrieved(
     return found
 
 
-def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95% confidence interval of a proportion (Wilson 1927): sensible also at 0 and n of n."""
-    p, shrink = correct / n, 1 + z * z / n
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
-    center = (p + z * z / (2 * n)) / shrink
-    return max(0.0, center - half), min(1.0, center + half)
-
-
 def cost(length: int) -> int:
     """Work of one prompt in arbitrary units, for the time left: matrix products per token, attention per pair."""
     return length * (length + 2_000)
 
 
-def load(run: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Subject:
-    """A run with its tokenizer and texts. Raises ValueError or OSError, in one sentence, for all that cannot work."""
-    model, saved = GPT.from_checkpoint(run, device)
-    if "tokenizer" not in saved:
-        raise ValueError(f"{run} does not name its tokenizer; give a checkpoint that train.py made")
-    enc = get_tokenizer(saved["tokenizer"])
-    if enc.n_vocab > model.cfg.vocab_size:
-        raise ValueError(f"{run} has a vocabulary of {model.cfg.vocab_size}, its tokenizer one of {enc.n_vocab}")
+def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
+    """Filler and description for a run. Raises ValueError or OSError, in one sentence, for an unusable file."""
     try:
         filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else Path(cfg.filler).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{cfg.filler} is not UTF-8 text; convert it first") from error
     if not filler.strip():
         raise ValueError(f"{cfg.filler} has no text; choose another filler")
-    described = cfg.description == "true" or (cfg.description == "auto" and saved["tokenizer"] != "bytes")
-    subject = Subject(model, saved, enc, filler, DESCRIPTION if described else "")
-    make_prompts(subject, cfg, min(lengths))  # a length too short shows before hours of work
-    check_folder(folder_of(run))
-    return subject
+    described = cfg.description == "true" or (cfg.description == "auto" and run.saved["tokenizer"] != "bytes")
+    return Texts(filler, DESCRIPTION if described else "")
 
 
-def evaluate(run: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
+def check(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...]) -> None:
+    """Raises ValueError or OSError, in one sentence, for all that cannot work: it shows before hours of work."""
+    run = load_run(path, torch.device("cpu"))
+    make_prompts(run.enc, texts_for(run, cfg), cfg, min(lengths))
+
+
+def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
     """One run at all lengths: a record per length, appended to the run's eval/passkey.jsonl as soon as it is there."""
     with user_errors():
-        subject = load(run, cfg, lengths, device)
+        run = load_run(path, device)
+        texts = texts_for(run, cfg)
 
     def scorer(idx: Tensor, n_last: int) -> Tensor:
-        return score(subject.model, idx.to(device), n_last, window=cfg.window or None)[1]
+        return score(run.model, idx.to(device), n_last, window=cfg.window or None)[1]
 
-    units = len(cfg.seeds) * cfg.depths
-    bar = tqdm(total=sum(units * cost(n) for n in lengths), desc=name_of(run), bar_format=BAR, disable=None)
+    units, about = len(cfg.seeds) * cfg.depths, origin(run)
+    bar = tqdm(total=sum(units * cost(n) for n in lengths), desc=name_of(path), bar_format=BAR, disable=None)
     for length in lengths:
         began = time.time()
         with user_errors():
-            prompts = make_prompts(subject, cfg, length)
+            prompts = make_prompts(run.enc, texts, cfg, length)
         bar.set_postfix_str(f"{length:,} tokens")
         found = retrieved(scorer, prompts, cfg.batch_tokens, lambda n, length=length: bar.update(n * cost(length)))
-        record = record_of(run, subject, cfg, length, found, time.time() - began)
-        append_record(folder_of(run) / "passkey.jsonl", record)
-        yield record
+        config = asdict(cfg) | {"description": bool(texts.description)}
+        record = result(found, cfg) | {"length": length, "config": config, "seconds": round(time.time() - began, 2)}
+        append_record(folder_of(path) / "passkey.jsonl", record | about)
+        yield record | about
     bar.close()
 
 
-BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"
-
-
-def name_of(run: str) -> str:
-    """A run's label: its folder, with the name of the file if another than last.pt was given."""
-    path = Path(run).resolve()
-    return path.name if path.is_dir() else f"{path.parent.name}/{path.stem}".removesuffix("/last")
-
-
-def folder_of(run: str) -> Path:
-    """out/<run>/eval, also where the file of a checkpoint in it was named."""
-    return (Path(run) if Path(run).is_dir() else Path(run).parent) / "eval"
-
-
-def record_of(run: str, subject: Subject, cfg: PasskeyConfig, length: int, found: list[bool], seconds: float) -> dict:
-    low, high = wilson(sum(found), len(found))
-    saved = subject.saved
+def result(found: list[bool], cfg: PasskeyConfig) -> dict:
+    """The numbers of one length."""
     return {
         "metric": "passkey",
-        "checkpoint": str(run),
-        "step": saved.get("step"),
-        "commit": saved.get("commit"),
-        "length": length,
-        "training_length": saved["model_config"]["block_size"],
         "correct": sum(found),
         "n": len(found),
-        "interval_95": [round(low, 4), round(high, 4)],
+        "interval_95": [round(x, 4) for x in wilson(sum(found), len(found))],
         "by_depth": np.reshape(found, (len(cfg.seeds), cfg.depths)).mean(0).round(4).tolist(),
-        "tokenizer": saved["tokenizer"],
-        "config": asdict(cfg) | {"description": bool(subject.description)},
-        "model_config": saved["model_config"],
-        "train_config": saved.get("train_config"),
-        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "seconds": round(seconds, 2),
     }
-
-
-def append_record(file: Path, record: dict) -> None:
-    file.parent.mkdir(exist_ok=True)
-    with open(file, "a", encoding="utf-8") as f:
-        f.write(json.dumps(record) + "\n")
 
 
 def table(results: dict[str, list[dict]]) -> str:
@@ -293,8 +248,7 @@ def table(results: dict[str, list[dict]]) -> str:
     for run, records in results.items():
         cells = {r["length"]: r for r in records}
         rows.append([name_of(run), *(cell(cells[n]) if n in cells else "" for n in lengths)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 def cell(record: dict) -> str:
@@ -310,8 +264,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    styles = zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True)
-    for (run, records), (marker, line) in zip(results.items(), list(styles) * len(results), strict=False):
+    for (run, records), (marker, line) in zip(results.items(), STYLES * len(results), strict=False):
         x, y = [r["length"] for r in records], [100 * r["correct"] / r["n"] for r in records]
         bars = np.abs(100 * np.array([r["interval_95"] for r in records]).T - y)
         axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run))
@@ -346,15 +299,15 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
 
 def main() -> None:
     (cfg,), runs = configurator.parse([PasskeyConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = list({Path(run).resolve(): run for run in reversed(runs)}.values())[::-1]  # each once
+    runs = distinct(runs)
     if not runs:
         fail("no run given; name one or more run folders or checkpoint files, such as out/ggd_bam_cpu")
     with user_errors():
         device, _ = pick_device(cfg.device)
         block_size = load_checkpoint(runs[0])["model_config"]["block_size"]
         lengths = tuple(sorted(set(cfg.lengths))) or tuple(m * block_size for m in MULTIPLES)
-        for run in runs:  # what is wrong with any of them shows before hours of work
-            load(run, cfg, lengths, torch.device("cpu"))
+        for run in runs:
+            check(run, cfg, lengths)
     results: dict[str, list[dict]] = {run: [] for run in runs}
     stopped = False
     try:

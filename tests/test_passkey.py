@@ -64,13 +64,12 @@ def test_too_short_a_length_says_what_it_needs(enc):
     assert len(E.passkey_prompt(enc, needs, *arguments).tokens) == needs
 
 
-def subject(enc):
-    return E.Subject(None, {}, enc, E.FILLERS["passkey"], "")
+TEXTS = E.Texts(E.FILLERS["passkey"], "")
 
 
 def test_oracle_constant_and_one_wrong_token(enc):
     cfg = E.PasskeyConfig(depths=5, seeds=(1, 2))
-    prompts = E.make_prompts(subject(enc), cfg, 300)
+    prompts = E.make_prompts(enc, TEXTS, cfg, 300)
     assert len({tuple(p.tokens) for p in prompts}) == 10
 
     def one_wrong(idx, n):
@@ -85,18 +84,9 @@ def test_oracle_constant_and_one_wrong_token(enc):
 
 def test_prompts_are_a_function_of_seed_and_length():
     enc = get_tokenizer("bytes")
-    made = [[p.tokens for p in E.make_prompts(subject(enc), E.PasskeyConfig(seeds=(s,)), 256)] for s in (3, 3, 4)]
+    made = [[p.tokens for p in E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(s,)), 256)] for s in (3, 3, 4)]
     first, again, other = made
     assert first == again != other
-
-
-def test_wilson_interval():
-    """Values of the closed form by hand: 0 of 20 ends at z^2 / (n + z^2); 10 of 20 is symmetric."""
-    z2 = 1.96**2
-    assert E.wilson(0, 20) == (0.0, pytest.approx(z2 / (20 + z2)))
-    assert E.wilson(20, 20) == (pytest.approx(20 / (20 + z2)), 1.0)
-    low, high = E.wilson(10, 20)
-    assert low + high == pytest.approx(1.0) and low == pytest.approx(0.2993, abs=1e-4)
 
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
@@ -205,11 +195,6 @@ def test_all_runs_are_checked_before_the_first_is_tested(run, tmp_path, monkeypa
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, run, "--lengths=200", "--depths=1")
     assert stopped.value.code == 2 and "is a file where a folder is needed" in capsys.readouterr().err
-
-
-def test_labels_tell_runs_and_files_apart(run):
-    assert E.name_of(str(run)) == E.name_of(str(run / "last.pt")) == "run"
-    assert E.name_of(str(run / "best.pt")) == "run/best"
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

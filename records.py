@@ -1,0 +1,135 @@
+"""What every evaluation shares: a run with its tokenizer, JSON records that can be resumed, intervals and tables.
+
+A record is one line of out/<run>/eval/<metric>.jsonl and says all that the number depends on.
+"""
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import tiktoken
+import torch
+
+from configurator import check_folder
+from model import GPT
+from tokenizer import get_tokenizer
+
+BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
+STYLES = list(
+    zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True)
+)  # (marker, line) of the curves, told apart in grey
+
+
+class Run(NamedTuple):
+    """A checkpoint, ready to evaluate."""
+
+    path: str  # as the user gave it: a run's folder (last.pt) or a file
+    model: GPT
+    saved: dict  # all that the checkpoint holds
+    enc: tiktoken.Encoding
+
+    @property
+    def trained(self) -> int:
+        """Training length in tokens."""
+        return self.model.cfg.block_size
+
+
+def load_run(path: str, device: torch.device) -> Run:
+    """Raises ValueError or OSError, in one sentence, for a checkpoint that cannot be evaluated."""
+    model, saved = GPT.from_checkpoint(path, device)
+    if "tokenizer" not in saved:
+        raise ValueError(f"{path} does not name its tokenizer; give a checkpoint that train.py made")
+    enc = get_tokenizer(saved["tokenizer"])
+    if enc.n_vocab > model.cfg.vocab_size:
+        raise ValueError(f"{path} has a vocabulary of {model.cfg.vocab_size}, its tokenizer one of {enc.n_vocab}")
+    check_folder(folder_of(path))
+    return Run(path, model, saved, enc)
+
+
+def name_of(path: str) -> str:
+    """A run's label: its folder, with the name of the file if another than last.pt was given."""
+    resolved = Path(path).resolve()
+    return resolved.name if resolved.is_dir() else f"{resolved.parent.name}/{resolved.stem}".removesuffix("/last")
+
+
+def folder_of(path: str) -> Path:
+    """out/<run>/eval, also where the file of a checkpoint in it was named."""
+    return (Path(path) if Path(path).is_dir() else Path(path).parent) / "eval"
+
+
+def distinct(paths: list[str]) -> list[str]:
+    """Each run once, in the order given."""
+    found: dict[Path, str] = {}
+    for path in paths:
+        found.setdefault(Path(path).resolve(), path)
+    return list(found.values())
+
+
+def fingerprint(model: GPT) -> str:
+    """The first 12 digits of the sha256 of all weights: two checkpoints with it are the same model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
+def origin(run: Run) -> dict:
+    """The part of a record that says what was evaluated, and on what."""
+    saved, device = run.saved, run.model.embedding.weight.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "checkpoint": str(run.path),
+        "weights": fingerprint(run.model),
+        "step": saved.get("step"),
+        "commit": saved.get("commit"),
+        "tokenizer": saved["tokenizer"],
+        "training_length": run.trained,
+        "model_config": saved["model_config"],
+        "train_config": saved.get("train_config"),
+        "hardware": f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }
+
+
+def append_record(file: Path, record: dict) -> None:
+    """One more line. A last line that a killed run left unfinished is ended first, so that it spoils no other."""
+    file.parent.mkdir(exist_ok=True)
+    unfinished = file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n")
+    with open(file, "a", encoding="utf-8") as f:
+        f.write("\n" * bool(unfinished) + json.dumps(record) + "\n")
+
+
+def read_records(file: Path) -> list[dict]:
+    """All whole records of a file, oldest first; none if there is no file."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # what a killed run left
+            continue
+    return found
+
+
+def finished(file: Path, like: dict) -> dict | None:
+    """The newest record of a file that has all of these values, for --resume; values as JSON has them."""
+    like = json.loads(json.dumps(like))
+    return next((r for r in reversed(read_records(file)) if all(r.get(k) == v for k, v in like.items())), None)
+
+
+def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95% confidence interval of a proportion (Wilson 1927): sensible also at 0 and n of n."""
+    p, shrink = correct / n, 1 + z * z / n
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
+    center = (p + z * z / (2 * n)) / shrink
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def aligned(rows: Iterable[Iterable[str]]) -> str:
+    """Rows of cells -> a table with columns to the right, two spaces apart."""
+    rows = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows)

@@ -1,0 +1,51 @@
+"""Records: intervals, labels, and files that survive a kill."""
+
+import copy
+
+import pytest
+import torch
+from conftest import make_model
+
+import records as R
+
+
+def test_wilson_interval():
+    """Values of the closed form by hand: 0 of 20 ends at z^2 / (n + z^2); 10 of 20 is symmetric."""
+    z2 = 1.96**2
+    assert R.wilson(0, 20) == (0.0, pytest.approx(z2 / (20 + z2)))
+    assert R.wilson(20, 20) == (pytest.approx(20 / (20 + z2)), 1.0)
+    low, high = R.wilson(10, 20)
+    assert low + high == pytest.approx(1.0) and low == pytest.approx(0.2993, abs=1e-4)
+
+
+def test_labels_tell_runs_and_files_apart(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert R.name_of(str(run)) == R.name_of(str(run / "last.pt")) == "run"
+    assert R.name_of(str(run / "best.pt")) == "run/best"
+    assert R.folder_of(str(run)) == R.folder_of(str(run / "best.pt")) == run / "eval"
+    assert R.distinct([f"{run}", "b", f"{run}/../run"]) == [f"{run}", "b"]
+
+
+def test_a_killed_run_spoils_no_record_but_its_last(tmp_path):
+    file = tmp_path / "eval" / "metric.jsonl"
+    for n in (1, 2):
+        R.append_record(file, {"n": n, "config": {"lengths": [1]}})
+    file.write_bytes(file.read_bytes() + b'{"n": 3, "con')
+    R.append_record(file, {"n": 4, "config": {"lengths": [1]}})
+    assert [r["n"] for r in R.read_records(file)] == [1, 2, 4]
+    assert R.finished(file, {"n": 2, "config": {"lengths": (1,)}})["n"] == 2
+    assert R.finished(file, {"n": 2, "config": {"lengths": (2,)}}) is None
+    assert R.read_records(tmp_path / "none.jsonl") == []
+
+
+def test_fingerprint_is_of_the_weights_alone():
+    model = make_model("ggd", True)
+    same, other = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[1].attn.prior.theta_beta[0] += 1e-6
+    assert R.fingerprint(model) == R.fingerprint(same) != R.fingerprint(other)
+
+
+def test_tables_are_aligned():
+    assert R.aligned([["run", "256"], ["a", "100%"]]) == "run   256\n  a  100%"
