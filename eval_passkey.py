@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 import configurator
 from configurator import fail, user_errors
-from model import load_checkpoint, pick_device
+from device import pick_device
+from model import load_checkpoint
 from records import BAR, STYLES, Run, aligned, append_record, distinct, folder_of, load_run, name_of, origin, wilson
 from streaming import score
 from tokenizer import encode_document

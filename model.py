@@ -43,13 +43,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 EPSILON = 1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
 MAX_EXPONENT = 40.0  # exp(40) nats silences a key; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
-CACHE_FRIENDLY = 2**20  # scores computed at once on a CPU: 4 MiB stay near the cores, twice as fast as one large batch
+CPU_SCORES = 2**20  # scores at once on a CPU: 4 MiB stay near the cores, twice as fast as one large batch
+GPU_SCORES = 2**28  # scores at once elsewhere: 1 GiB
 
 
 @dataclass
@@ -204,7 +206,7 @@ class Layout(NamedTuple):
 
     log_n: Tensor  # (B or 1, 1, T, 1) float32: ln of the number of keys that the query can see, itself included
     rotation: tuple[Tensor, Tensor] | None  # RoPE's cos and sin, (B, 1, T, D/2)
-    mask: Tensor | None  # (B, 1, T, T) float32: 0 where the query sees the key, -inf elsewhere
+    mask: Tensor | BlockMask | None  # which keys a query sees: from `visible`, for fused from `visible_blocks`
 
 
 def positions_in_documents(doc_ids: Tensor) -> Tensor:
@@ -221,6 +223,16 @@ def visible(T: int, doc_ids: Tensor | None, window: int | None, device: torch.de
     if doc_ids is not None:
         seen = seen & (doc_ids[:, :, None] == doc_ids[:, None, :])
     return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -math.inf)[:, None]
+
+
+def visible_blocks(T: int, doc_ids: Tensor | None, window: int | None, device: torch.device) -> BlockMask:
+    """The same for `fused_attention`: which blocks of scores are computed at all, and which keys inside them."""
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        ok = i >= j if window is None else (i >= j) & (i - j <= window)
+        return ok if doc_ids is None else ok & (doc_ids[b, i] == doc_ids[b, j])
+
+    return create_block_mask(seen, None if doc_ids is None else len(doc_ids), None, T, T, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +268,7 @@ def reference_attention(
     """Posterior expectation of the values. q, k, v (B, H, T, D), q scaled; prior (H, T) by distance -> (B, H, T, D)."""
     B, H, T, _ = q.shape
     bias = None if prior is None else toeplitz(prior)  # (H, T, T)
-    rows = max(1, CACHE_FRIENDLY // (H * T * T)) if q.device.type == "cpu" else B
+    rows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (H * T * T))
     with torch.autocast(q.device.type, enabled=False):
         out = []
         for b in range(0, B, rows):
@@ -264,6 +276,30 @@ def reference_attention(
             content = q[b : b + rows].float() @ k[b : b + rows].float().transpose(-2, -1)
             out.append(log_posterior(content, bias, *cut).softmax(-1) @ v[b : b + rows].float())
         return torch.cat(out).to(v.dtype)
+
+
+compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compiled when it is first called
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: BlockMask
+) -> Tensor:
+    """The same function as one kernel (FlexAttention), for training on CUDA: there is no T x T tensor.
+
+    The kernel makes a block of contents q.k in float32, passes each through `score` and goes on to a running softmax.
+    SSMax's s ln n is in q already; the ln n of the prior is a constant of the row. The prior is gathered once from its
+    (H, T) vector: a learnable tensor may be read only once here, and its gradient is an atomic sum over all scores that
+    share an entry, so H x T entries beat H scalars. Outside, autograd goes on from the vector to theta and s.
+    """
+    log_n = None if prior_scale is None else prior_scale.expand(len(q), -1, -1, -1).flatten(1)  # (B, T)
+
+    def score(content: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if prior is None:
+            return content
+        bias = prior[h, (i - j).abs()]  # abs: some scores above the diagonal are computed, for the mask to hide
+        return content + (bias if log_n is None else bias * log_n[b, i])
+
+    return compiled_flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=1.0)
 
 
 def reference_posterior(
@@ -323,7 +359,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         q, k, v = self.project(x, layout)
         prior_scale = layout.log_n if self.prior_has_row_scale else None
-        return self.merge(reference_attention(q, k, v, self.log_prior(x.shape[1]), prior_scale, layout.mask))
+        attention = fused_attention if isinstance(layout.mask, BlockMask) else reference_attention
+        return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), prior_scale, layout.mask))
 
     def posterior(self, x: Tensor, layout: Layout) -> Posterior:
         q, k, _ = self.project(x, layout)
@@ -364,6 +401,7 @@ class GPT(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
+        self.attention = "reference"  # or "fused": how training computes it; in eval mode it is the reference
         self.embedding = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.n_embd, eps=1e-5)
@@ -402,7 +440,8 @@ class GPT(nn.Module):
     def prepare(self, idx: Tensor, doc_ids: Tensor | None, window: int | None) -> tuple[Tensor, Layout]:
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None] if doc_ids is None else positions_in_documents(doc_ids)
-        return self.embed(idx, positions), self.layout(positions, window, visible(T, doc_ids, window, idx.device))
+        make_mask = visible_blocks if self.attention == "fused" and self.training else visible
+        return self.embed(idx, positions), self.layout(positions, window, make_mask(T, doc_ids, window, idx.device))
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V): final norm and output layer, without the vocabulary's padding."""
@@ -462,6 +501,15 @@ class GPT(nn.Module):
         groups = self.parameter_groups().items()
         return [{"name": k, "params": p, "lr": rates[k], "weight_decay": decay.get(k, 0.0)} for k, p in groups if p]
 
+    def flops_per_token(self, T: int) -> int:
+        """Floating-point operations that training on one token of a window of T needs: the model's, no recomputation.
+
+        Each weight multiplies and adds once in the forward pass and twice in the backward; so do, for queries and for
+        values, the (T + 1) / 2 keys that a causal query sees on average. An untied embedding is only looked up."""
+        weights = sum(p.numel() for p in self.parameter_groups()["matrix"])
+        weights -= 0 if self.cfg.tie_embeddings else self.embedding.weight.numel()
+        return 6 * weights + 6 * self.cfg.n_layer * self.cfg.n_embd * (T + 1)
+
     def prior_values(self) -> dict[str, list[list[float]]]:
         """theta_alpha, theta_beta, theta_mu and s now: name -> one list of H numbers per layer; for logs and tables."""
         values = {}
@@ -512,19 +560,3 @@ def load_checkpoint(path: str | Path) -> dict:
     except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
         raise ValueError(f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py") from error
     return saved
-
-
-def pick_device(name: str) -> tuple[torch.device, str]:
-    """The device called `name` and why it was taken; "auto" is CUDA if there is one. ValueError if it is unusable."""
-    why = "as told"
-    if name == "auto" and torch.cuda.is_available():
-        name, why = "cuda", "there is a CUDA device"
-    elif name == "auto":
-        name, why = "cpu", "there is no CUDA device"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device, dtype=torch.float64).item()  # angles need float64
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"device {name} cannot be used here ({reason}); try --device=cpu") from error
-    return device, why

@@ -6,7 +6,6 @@ A record is one line of out/<run>/eval/<metric>.jsonl and says all that the numb
 import hashlib
 import json
 import math
-import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import tiktoken
 import torch
 
 from configurator import check_folder
+from device import device_name
 from model import GPT
 from tokenizer import get_tokenizer
 
@@ -81,7 +81,6 @@ def fingerprint(model: GPT) -> str:
 def origin(run: Run) -> dict:
     """The part of a record that says what was evaluated, and on what."""
     saved, device = run.saved, run.model.embedding.weight.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "checkpoint": str(run.path),
         "weights": fingerprint(run.model),
@@ -91,13 +90,13 @@ def origin(run: Run) -> dict:
         "training_length": run.trained,
         "model_config": saved["model_config"],
         "train_config": saved.get("train_config"),
-        "hardware": f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "hardware": f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
 
 
 def append_record(file: Path, record: dict) -> None:
     """One more line. A last line that a killed run left unfinished is ended first, so that it spoils no other."""
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n")
     with open(file, "a", encoding="utf-8") as f:
         f.write("\n" * bool(unfinished) + json.dumps(record) + "\n")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,8 @@ from torch import Tensor
 
 import configurator
 from configurator import check_folder, fail, user_errors
-from model import GPT, ModelConfig, load_checkpoint, pick_device, save_checkpoint
+from device import pick_device, pick_dtype
+from model import GPT, ModelConfig, load_checkpoint, save_checkpoint
 from prepare_fineweb import read_meta, read_shard, replacing
 from tokenizer import get_tokenizer
 
@@ -57,6 +59,8 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay float32
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA
+    attention: Literal["auto", "reference", "fused"] = "auto"  # fused: one kernel without a T x T tensor, on CUDA with
+    # compile; reference: explicit scores, anywhere; auto: fused where it can be
     resume: bool = False  # continue the run in out_dir from its last.pt
 
     def __post_init__(self):
@@ -205,21 +209,21 @@ def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
     return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def choose_device(cfg: TrainConfig) -> tuple[torch.device, torch.dtype, bool]:
-    """Device, autocast type and whether to compile; prints what was chosen and why."""
+def choose_device(cfg: TrainConfig) -> tuple[torch.device, torch.dtype, bool, str]:
+    """Device, autocast type, whether to compile, and how to compute attention; prints what was chosen and why."""
     with user_errors():
         device, why = pick_device(cfg.device)
-    dtype, reason = cfg.dtype, "as told"
-    if dtype == "auto" and device.type != "cuda":
-        dtype, reason = "float32", "the fastest safe choice off CUDA"
-    elif dtype == "auto":  # a T4 (7.5) only emulates bfloat16
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-        dtype, reason = ("bfloat16", "native here") if native else ("float16", "no native bfloat16; with a loss scaler")
-    if dtype == "float16" and device.type != "cuda":
-        fail("dtype float16 needs a CUDA device; use --dtype=float32 or bfloat16")
+        dtype, reason = pick_dtype(cfg.dtype, device)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
-    print(f"device {device} ({why}), {dtype} ({reason}), compile {'on' if compiled else 'off'}")
-    return device, getattr(torch, dtype), compiled
+    lacking = "CUDA" if device.type != "cuda" else "" if compiled else "compile"  # what fused attention needs
+    if lacking and cfg.attention == "fused":
+        fail(f"attention fused needs CUDA and compile, and {lacking} is missing; use --attention=reference")
+    attention, told = ("reference" if lacking else "fused", "auto") if cfg.attention == "auto" else (cfg.attention, "")
+    because = (f"no {lacking}" if lacking else "CUDA and compile") if told else "as told"
+    number = str(dtype).removeprefix("torch.")
+    print(f"device {device} ({why}), {number} ({reason}), compile {'on' if compiled else 'off'}", end=", ")
+    print(f"attention {attention} ({because})")
+    return device, dtype, compiled, attention
 
 
 def git_commit() -> str | None:
@@ -255,16 +259,31 @@ class Trainer:
             fail(f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one of them")
         self.train, val, self.meta = find_data(cfg, model_cfg)
         self.order = Order(len(self.train), windows_per_step, cfg.seed)
-        self.device, dtype, compiled = choose_device(cfg)
+        self.device, dtype, compiled, attention = choose_device(cfg)
         self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
         self.validation = Validation(val, self.meta["eot"], cfg)
         torch.manual_seed(cfg.seed)
         self.model = GPT(model_cfg).to(self.device)
-        self.run = torch.compile(self.model) if compiled else self.model
+        self.model.attention = attention
         self.optimizer = make_optimizer(self.model, cfg)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
         self.step, self.best, self.seconds, self.stop = 0, math.inf, 0.0, False
         self.restore()
+        self.run = self.compiled() if compiled else self.model
+
+    def compiled(self):
+        """The compiled model, tried on the next batch: without a working compiler, better slowly than not at all."""
+        run = torch.compile(self.model, dynamic=False)
+        try:
+            self.loss(run, self.order.step(self.step)[: self.cfg.batch_size]).backward()
+        except torch.OutOfMemoryError:
+            fail(f"batch_size {self.cfg.batch_size} does not fit the memory of {self.device}; use a smaller one")
+        except Exception as error:  # a compiler has many ways to fail
+            reason = (str(error).splitlines() or [""])[0]
+            print(f"compiling failed ({type(error).__name__}: {reason}); going on uncompiled, with reference attention")
+            self.model.attention, run = "reference", self.model
+        self.optimizer.zero_grad(set_to_none=True)
+        return run
 
     def previous_run(self) -> dict | None:
         """The checkpoint to resume from. Refuses to write over a run that is there."""
@@ -324,21 +343,25 @@ class Trainer:
         }
         save_checkpoint(self.out / name, state)
 
+    def loss(self, run: Callable[..., Tensor], indices: np.ndarray) -> Tensor:
+        """Mean loss of one micro-step's windows; `run` is the model or its compiled form."""
+        batch = self.train.take(indices)
+        if batch.max() >= self.model.cfg.vocab_size:
+            fail(f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}")
+        batch = batch.to(self.device)
+        idx, targets = batch[:, :-1], batch[:, 1:].clone()
+        if self.meta["window"]:  # packed windows are shuffled: what follows the last token is of another text
+            targets[:, -1] = -100
+        with self.autocast:
+            return run(idx, targets, documents(idx, self.meta["eot"]))
+
     def train_step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step; returns the mean loss and the gradient's norm before clipping, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
         total = torch.zeros((), device=self.device)
         for indices in np.split(self.order.step(self.step), self.micro_steps):
-            batch = self.train.take(indices)
-            if batch.max() >= self.model.cfg.vocab_size:
-                fail(f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}")
-            batch = batch.to(self.device)
-            idx, targets = batch[:, :-1], batch[:, 1:].clone()
-            if self.meta["window"]:  # packed windows are shuffled: what follows the last token is of another text
-                targets[:, -1] = -100
-            with self.autocast:
-                loss = self.run(idx, targets, documents(idx, self.meta["eot"])) / self.micro_steps
+            loss = self.loss(self.run, indices) / self.micro_steps
             self.scaler.scale(loss).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, or the clip would see scaled gradients

@@ -19,40 +19,39 @@ def norm(x, weight):
 
 
 def turn(x, t):
-    """RoPE by complex numbers: channel i with channel i + D/2."""
-    half = len(x) // 2
-    z = torch.complex(x[:half], x[half:])
-    w = torch.tensor([500_000.0 ** (-2 * i / len(x)) for i in range(half)], dtype=torch.float64)
-    z = z * torch.polar(torch.ones_like(w), w * t)
-    return torch.cat((z.real, z.imag))
+    """RoPE of the rows of x (N, D) at the positions t (N,), by complex numbers: channel i with channel i + D/2."""
+    half = x.shape[1] // 2
+    z = torch.complex(x[:, :half], x[:, half:])
+    w = torch.tensor([500_000.0 ** (-i / half) for i in range(half)], dtype=torch.float64)
+    z = z * torch.polar(torch.ones(len(x), half, dtype=torch.float64), torch.outer(t, w))
+    return torch.cat((z.real, z.imag), 1)
 
 
 def log_prior(cfg, p, layer, h, distance):
     """b at j - i = -distance, as the paper writes it."""
     if cfg.pe == "alibi":
-        return torch.tensor(-slopes(cfg.n_head)[h] * distance, dtype=torch.float64)
+        return -slopes(cfg.n_head)[h] * distance
     if cfg.pe == "ggd":
         a, b, m = (p[f"blocks.{layer}.attn.prior.theta_{name}"][h] for name in ("alpha", "beta", "mu"))
         return -(a.exp()) * ((-distance - (m.exp() - (-m).exp())).abs() + 1e-5) ** b
-    return torch.zeros((), dtype=torch.float64)
+    return torch.zeros_like(distance)
 
 
 def attention_rows(cfg, p, layer, x, starts):
     """For one sequence x (T, C): yields (h, i, visible j, content, prior, values) with every scale applied."""
     D = cfg.n_embd // cfg.n_head
     qkv = x @ p[f"blocks.{layer}.attn.qkv.weight"].T
-    for i, start in enumerate(starts):
-        n = i - start + 1
-        for h in range(cfg.n_head):
-            q, k, v = (qkv[:, part * cfg.n_embd + h * D : part * cfg.n_embd + (h + 1) * D] for part in range(3))
+    at = torch.tensor([i - start for i, start in enumerate(starts)], dtype=torch.float64)
+    for h in range(cfg.n_head):
+        q, k, v = (qkv[:, part * cfg.n_embd + h * D : part * cfg.n_embd + (h + 1) * D] for part in range(3))
+        if cfg.pe == "rope":
+            q, k = turn(q, at), turn(k, at)
+        for i, start in enumerate(starts):
             js = range(start, i + 1)
-            if cfg.pe == "rope":
-                content = torch.stack([turn(q[i], i - start) @ turn(k[j], j - start) for j in js]) / math.sqrt(D)
-            else:
-                content = torch.stack([q[i] @ k[j] for j in js]) / math.sqrt(D)
-            prior = torch.stack([log_prior(cfg, p, layer, h, i - j) for j in js])
+            content = k[start : i + 1] @ q[i] / math.sqrt(D)
+            prior = log_prior(cfg, p, layer, h, at[i] - at[start : i + 1])
             if cfg.ssmax:
-                scale = p[f"blocks.{layer}.attn.s"][h] * math.log(n)
+                scale = p[f"blocks.{layer}.attn.s"][h] * math.log(len(js))
                 content = content * scale
                 prior = prior if cfg.pe == "alibi" else prior * scale
             yield h, i, js, content, prior, v[start : i + 1]

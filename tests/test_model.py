@@ -356,6 +356,18 @@ def test_loss_in_chunks_is_the_loss(monkeypatch):
         torch.testing.assert_close(gradient, expected_gradient)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_of_the_matrix_products(tied):
+    """Counted by torch in a forward and a backward pass; attention there multiplies all T keys, causal or not."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, T = make_model("rope", True, tie_embeddings=tied), 40
+    with FlopCounterMode(display=False) as counter:
+        model(tokens(T), tokens(T)).backward()
+    attention = 6 * model.cfg.n_layer * model.cfg.n_embd
+    assert counter.get_total_flops() / (2 * T) == model.flops_per_token(T) + attention * (2 * T - (T + 1))
+
+
 def test_padding_of_the_vocabulary_is_never_predicted():
     model = make_model("nope", False, vocab_multiple=64)
     assert model.head.weight.shape[0] == 320 and model(tokens(5)).shape[-1] == 257
@@ -375,7 +387,7 @@ def test_slices_of_windows_change_nothing(monkeypatch):
     model, idx = make_model("ggd", True), tokens(24, B=7)
     doc_ids = (idx < 20).cumsum(1)
     expected = model(idx, doc_ids=doc_ids)
-    monkeypatch.setattr(M, "CACHE_FRIENDLY", 1)
+    monkeypatch.setattr(M, "CPU_SCORES", 1)
     torch.testing.assert_close(model(idx, doc_ids=doc_ids), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -129,6 +129,32 @@ def test_checkpoints_and_log(data, tmp_path):
     assert {"val_1x", "val_2x", "val_4x"} <= set(log[-1])
 
 
+def test_a_failing_compiler_is_told_and_changes_nothing(data, tmp_path, monkeypatch, capsys):
+    trainer(data, tmp_path / "plain").loop()
+
+    def no_compiler(model, **_):
+        def fail(*_):
+            raise RuntimeError("no C++ compiler\nwas found")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    run = trainer(data, tmp_path / "compiled", compile="true")
+    assert "compiling failed (RuntimeError: no C++ compiler); going on uncompiled" in capsys.readouterr().out
+    assert run.model.attention == "reference"
+    run.loop()
+    assert same(state(tmp_path / "plain"), state(tmp_path / "compiled"))
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_fused_attention_where_it_cannot_be(data, tmp_path, capsys, compiled):
+    assert trainer(data, tmp_path / "auto").model.attention == "reference"
+    assert "attention reference (no CUDA)" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out", attention="fused", compile=compiled)
+    assert stopped.value.code == 2 and "CUDA is missing" in capsys.readouterr().err
+
+
 def test_every_window_once_an_epoch_over_all_ranks():
     order = T.Order(windows=50, per_step=8, seed=3)
     seen = np.concatenate([order.step(s, rank, 4) for s in range(25) for rank in range(4)])

@@ -1,0 +1,63 @@
+"""bench.py: every row is the model that it says, one failing row costs no other, and the command line works."""
+
+import json
+
+import pytest
+import torch
+from conftest import make_model
+
+import bench as B
+import model as M
+
+
+def test_plain_attention_is_that_of_the_model_without_a_prior():
+    model, idx = make_model("nope", False), torch.arange(40)[None]
+    expected = model(idx)
+    with B.attention_of(model, B.Case("nope", "plain", False)):
+        plain = model(idx)
+    assert M.reference_attention is not B.plain_attention and torch.equal(model(idx), expected)
+    assert not torch.equal(plain, expected)
+    torch.testing.assert_close(plain, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_on_cuda_hold_the_ten_encodings_between_two_plain_ones():
+    rows = B.cases(B.BenchConfig(), cuda=True)
+    assert rows[0] == rows[-1] == B.Case("nope", "plain", True)
+    assert [r.encoding for r in rows[1:11]] == list(B.ENCODINGS) and {r.attention for r in rows[1:11]} == {"fused"}
+    assert {(r.attention, r.compiled, r.packed) for r in rows[11:-1]} == {
+        ("fused", True, True), ("reference", True, False), ("reference", False, False)
+    }  # fmt: skip
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "tiny.py"
+    config.write_text("vocab_size, n_layer, n_head, n_embd, block_size, batch_size = 257, 1, 2, 16, 32, 4")
+    arguments = [config, "--encodings=alibi,ggd-ssmax", "--steps=1", "--warmup=0", "--device=cpu"]
+    monkeypatch.setattr("sys.argv", ["bench.py", *map(str, arguments), f"--records={tmp_path / 'new/bench.jsonl'}"])
+    whole = B.measure
+
+    def measure(case, *rest):
+        if case.encoding == "alibi":
+            raise RuntimeError("no such kernel\nhere")
+        return whole(case, *rest)
+
+    monkeypatch.setattr(B, "measure", measure)
+    B.main()
+    printed = capsys.readouterr().out
+    assert "4 x 32 tokens a step" in printed and "RuntimeError: no such kernel" in printed
+    records = [json.loads(line) for line in (tmp_path / "new/bench.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [r["case"].split(", ")[1] for r in records] == ["nope", "alibi", "ggd-ssmax", "nope"]
+    assert records[2]["tokens_per_second"] > 0 and records[2]["bytes"] is None and "error" in records[1]
+    table = [line.split() for line in printed.splitlines()[-4:]]
+    assert table[0][-4] == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("--encodings=rpoe", "encodings names rpoe"), ("--steps=0", "at least 1"), ("none.py", "none.py: no such file")],
+)
+def test_errors_are_one_sentence(monkeypatch, capsys, word, message):
+    monkeypatch.setattr("sys.argv", ["bench.py", word])
+    with pytest.raises(SystemExit) as stopped:
+        B.main()
+    assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""device.py: what is picked without a GPU, and the table of peaks."""
+
+import pytest
+import torch
+
+import device as D
+
+CPU = torch.device("cpu")
+
+
+def test_off_cuda():
+    assert D.pick_dtype("auto", CPU)[0] == torch.float32
+    assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as told")
+    with pytest.raises(ValueError, match="float16 needs a CUDA device"):
+        D.pick_dtype("float16", CPU)
+    with pytest.raises(ValueError, match="tpu9 cannot be used here"):
+        D.pick_device("tpu9")
+    assert D.peak_flops(CPU, torch.float32) is None and D.peak_memory(CPU) > 10**7
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A1000", None),
+        ("Some other card", None),
+    ],
+)
+def test_peaks_by_the_name_of_the_device(monkeypatch, name, bfloat16):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert D.peak_flops(torch.device("cuda"), torch.bfloat16) == bfloat16
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_bfloat16_only_where_it_is_native(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert D.pick_dtype("auto", torch.device("cuda"))[0] == dtype

@@ -1,0 +1,139 @@
+"""The fused attention against the explicit one: forward on a CPU, values and gradients on CUDA."""
+
+import itertools
+import shutil
+
+import pytest
+import reference
+import torch
+from conftest import ENCODINGS, make_model
+
+import model as M
+
+compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+
+
+def tokens(T, B=2):
+    return torch.randint(0, 256, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+def documents(T, B=2):
+    """Three documents a row, cut elsewhere in every row; the last one is longer than a block of the mask."""
+    cuts = torch.tensor([[T // 9 + 3 * b, T // 3 - 5 * b] for b in range(B)])
+    return (torch.arange(T)[None, :, None] >= cuts[:, None]).sum(-1)
+
+
+@pytest.fixture(autouse=True)
+def float32_products():
+    """Where other settings would round float32 matrix products to TensorFloat32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@compiler
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
+def test_fused_forward_equals_reference_on_a_cpu(pe, ssmax, packed):
+    model, idx = make_model(pe, ssmax, n_embd=64), tokens(200)
+    doc_ids = documents(200) if packed else None
+    with torch.no_grad():
+        expected = model(idx, doc_ids=doc_ids)
+        model.attention = "fused"
+        got = model(idx, doc_ids=doc_ids)
+    assert not torch.equal(got, expected), "this was the reference twice"
+    torch.testing.assert_close(got, expected, atol=3e-5, rtol=1e-5)
+
+
+@compiler
+def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
+    torch.compiler.reset()  # the ten encodings have used up the variants that one function may be compiled for
+    model, idx = make_model("rope", False, n_embd=64), tokens(200)
+    with torch.no_grad():
+        expected = model(idx, window=20)
+        model.attention = "fused"
+        torch.testing.assert_close(model(idx, window=20), expected, atol=3e-5, rtol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            error = (model(idx, window=20) - expected).norm() / expected.norm()
+    assert 1e-4 < error < 3e-2
+
+
+def test_block_mask_hides_what_the_dense_mask_hides():
+    doc_ids, device = documents(300), torch.device("cpu")
+    for ids, window in itertools.product((None, doc_ids), (None, 7)):
+        blocks = M.visible_blocks(300, ids, window, device)
+        b, i, j = torch.arange(2)[:, None, None], torch.arange(300)[:, None], torch.arange(300)
+        hidden = ~blocks.mask_mod(b, torch.tensor(0), i, j).expand(2, 300, 300)
+        dense = M.visible(300, ids, window, device).expand(2, 1, 300, 300)[:, 0]
+        assert torch.equal(hidden, dense == -torch.inf)
+        computed = blocks.to_dense().bool()[:, 0].repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :300]
+        assert not (~computed & ~hidden).any(), "a block with visible keys is left out"
+
+
+def test_evaluation_uses_the_reference():
+    model = make_model("ggd", True).eval()
+    expected = model(tokens(20))
+    model.attention = "fused"
+    assert torch.equal(model(tokens(20)), expected) and len(model.posteriors(tokens(20))) == 2
+
+
+# Values and all gradients on CUDA. The truth is the float64 model of reference.py; in bfloat16 the fused kernel may not
+# be further from it than the reference attention, up to a factor, in the same autocast.
+
+
+def run(model, idx, doc_ids, weight, dtype, attention="fused", compiled=False):
+    """Logits and the gradient of every parameter, on CUDA."""
+    model.attention = attention
+    model.zero_grad()
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        logits = forward(idx.cuda(), doc_ids=doc_ids.cuda())
+    (logits.float() * weight.cuda()).sum().backward()
+    found = {name: p.grad.double().cpu() for name, p in model.named_parameters()}
+    return found | {"logits": logits.detach().double().cpu()}
+
+
+def truth(model, idx, doc_ids, weight):
+    p = reference.parameters(model)
+    rows = []
+    for tokens_of_row, ids in zip(idx.tolist(), doc_ids.tolist(), strict=True):
+        rows.append(reference.forward(model, p, tokens_of_row, [ids.index(d) for d in ids]))
+    logits = torch.stack(rows)
+    (logits * weight).sum().backward()
+    return {name: p[name].grad for name, _ in model.named_parameters()} | {"logits": logits.detach()}
+
+
+def errors(got, expected):
+    """Relative to the norm of each tensor."""
+    return {name: ((got[name] - e).norm() / e.norm()).item() for name, e in expected.items()}
+
+
+CUDA_CASES = [(pe, ssmax, 512) for pe, ssmax in ENCODINGS]
+CUDA_CASES += [(pe, ssmax, T) for pe, ssmax in (("nope", False), ("alibi", True), ("ggd", True)) for T in (509, 1024)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pe", "ssmax", "T"), CUDA_CASES)
+def test_fused_values_and_gradients_on_cuda(pe, ssmax, T):
+    """Float32 and bfloat16, heads of 48 channels as in the 120M model, packed documents."""
+    model, idx, doc_ids = make_model(pe, ssmax, n_head=2, n_embd=96), tokens(T), documents(T)
+    weight = torch.randn(2, T, 257, generator=torch.Generator().manual_seed(1))
+    expected = truth(model, idx, doc_ids, weight)
+    model.cuda()
+    exact = errors(run(model, idx, doc_ids, weight, torch.float32), expected)
+    assert max(exact.values()) < 1e-4, exact
+    fused = errors(run(model, idx, doc_ids, weight, torch.bfloat16), expected)
+    plain = errors(run(model, idx, doc_ids, weight, torch.bfloat16, "reference"), expected)
+    assert all(fused[name] < 2 * plain[name] + 5e-3 for name in fused), (fused, plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pe", "ssmax"), [("rope", False), ("alibi", False), ("ggd", False), ("ggd", True)])
+def test_fused_inside_a_compiled_model_on_cuda(pe, ssmax):
+    """As train.py runs it: the prior's vector is made in the compiled region and must still get its gradient."""
+    model, idx, doc_ids = make_model(pe, ssmax, n_head=2, n_embd=96), tokens(512), documents(512)
+    weight = torch.randn(2, 512, 257, generator=torch.Generator().manual_seed(1))
+    expected = truth(model, idx, doc_ids, weight)
+    found = errors(run(model.cuda(), idx, doc_ids, weight, torch.float32, compiled=True), expected)
+    assert max(found.values()) < 1e-4, found
