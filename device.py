@@ -1,10 +1,13 @@
-"""The hardware: which device and number format to take, and why; how fast it could be; how much memory was used."""
+"""The hardware: which device and number format to take, and why; its peak speed; the processes that share the work."""
 
 import os
 import platform
 import sys
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 # Peak dense matrix throughput in TFLOP/s by a part of the device's name, from the makers' data sheets: in bfloat16
 # (float16 on the older ones), and in float32 without TensorFloat32. "H100 PCIe" must come before "H100".
@@ -76,3 +79,32 @@ def peak_memory(device: torch.device) -> int | None:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Processes(NamedTuple):
+    """This process among those that torchrun has started; without it, the only one."""
+
+    rank: int = 0  # from 0 to world - 1, over all machines; 0 writes and prints
+    local: int = 0  # the same on this machine: which of its GPUs to take
+    world: int = 1
+
+    @classmethod
+    def join(cls, device: str) -> "Processes":
+        """Read what torchrun has put into the environment, and meet the others: on CUDA over NCCL, else over gloo."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        found = cls(*(int(os.environ.get(name, default)) for name, default in zip(names, cls(), strict=True)))
+        if found.world > 1:
+            cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+            dist.init_process_group("nccl" if cuda else "gloo")
+            torch._dynamo.config.optimize_ddp = False  # it would split the graph, which a fused kernel does not allow
+        return found
+
+    def leave(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    def mean(self, t: Tensor) -> Tensor:
+        """The mean of a tensor over all processes; t itself is overwritten."""
+        if self.world > 1:
+            dist.all_reduce(t)
+        return t / self.world

@@ -1,9 +1,12 @@
 """Train a model: python train.py config/ggd_bam_cpu.py --key=value
 
+torchrun --standalone --nproc_per_node=8 train.py config/ggd_bam_120m.py    # the same run on eight GPUs
+
 Writes last.pt, best.pt (lowest validation loss), log.jsonl and config.json into out_dir. Ctrl-C stops after the current
 step with a checkpoint; --resume continues any stopped or killed run exactly as if it had never stopped.
 """
 
+import io
 import json
 import math
 import re
@@ -20,16 +23,19 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from configurator import check_folder, fail, user_errors
-from device import pick_device, pick_dtype
+from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig, load_checkpoint, save_checkpoint
-from prepare_fineweb import read_meta, read_shard, replacing
+from prepare_fineweb import read_meta, replacing
+from windows import Order, Windows, long_windows
 from tokenizer import get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
 CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
+PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
 
 
 @dataclass
@@ -52,6 +58,7 @@ class TrainConfig:
     beta1: float = 0.9  # optimizer: decay of the mean of the gradient
     beta2: float = 0.95  # optimizer: decay of the mean of its square
     weight_decay: float = 0.1  # of matrices and embeddings; norms, theta and s have none
+    shard_optimizer: bool = False  # each process of torchrun holds a part of the optimizer's state (ZeRO stage 1)
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     log_interval: int = 10  # steps between log lines
     eval_interval: int = 500  # steps between validations and checkpoints
@@ -77,50 +84,12 @@ class TrainConfig:
             raise ValueError("data and out_dir must name folders")
 
 
-class Windows:
-    """All windows of some shards: window k of a shard is its tokens kT ... kT + T (T inputs, and targets one later)."""
-
-    def __init__(self, files: list[Path], T: int):
-        self.T, self.shards = T, [read_shard(f) for f in files]
-        self.first = np.cumsum([0] + [(len(s) - 1) // T for s in self.shards])  # index of each shard's first window
-
-    def __len__(self) -> int:
-        return int(self.first[-1])
-
-    def take(self, indices: np.ndarray) -> Tensor:
-        """(B,) window indices -> (B, T + 1) int64."""
-        out = np.empty((len(indices), self.T + 1), dtype=np.int64)
-        for row, index in zip(out, indices, strict=True):
-            shard = int(np.searchsorted(self.first, index, side="right")) - 1
-            k = int(index - self.first[shard]) * self.T
-            row[:] = self.shards[shard][k : k + self.T + 1]
-        return torch.from_numpy(out)
-
-
-class Order:
-    """Which windows a step trains on: a pure function of (seed, step), so that a resumed run sees what it would have
-    seen, and every encoding sees the same. Each epoch is one permutation of all windows."""
-
-    def __init__(self, windows: int, per_step: int, seed: int):
-        self.windows, self.per_step, self.seed = windows, per_step, seed
-        self.epoch, self.permutation = -1, None
-
-    def step(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Indices for one rank: with `world` ranks, every world-th window of the step."""
-        places = np.arange(step * self.per_step + rank, (step + 1) * self.per_step, world)
-        return np.array([self.at(int(p)) for p in places])
-
-    def at(self, place: int) -> int:
-        epoch, offset = divmod(place, self.windows)
-        if epoch != self.epoch:
-            self.epoch, self.permutation = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.windows)
-        return int(self.permutation[offset])
-
-
-def find_data(cfg: TrainConfig, model_cfg: ModelConfig) -> tuple[Windows, Windows, dict]:
+def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) -> tuple[Windows, Windows, dict]:
     """Training windows, validation windows and meta.json of a data folder, which is prepared first if it is missing."""
     folder = Path(cfg.data)
-    if cfg.prepare and not (folder / "meta.json").exists():  # written last: without it, the folder is not whole
+    if (
+        cfg.prepare and processes.world == 1 and not (folder / "meta.json").exists()
+    ):  # written last: without it, the folder is not whole
         print(f"{folder} is not there yet: prepare_fineweb.py {cfg.prepare}", flush=True)
         with user_errors():
             options = shlex.split(cfg.prepare)
@@ -153,31 +122,20 @@ def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Wind
             fail(f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size")
 
 
-def long_windows(val: Windows, eot: int, count: int) -> Tensor | None:
-    """(N, 4T + 1) validation windows inside single long documents, N <= count; None if no document is that long."""
-    size, found = CONTEXTS[-1] * val.T + 1, []
-    for shard in val.shards:
-        edges = [*np.flatnonzero(shard == eot).tolist(), len(shard)]
-        for begin, end in zip(edges, edges[1:], strict=False):
-            found += [shard[at : at + size] for at in range(begin, end - size + 1, size - 1)]
-    picks = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int) if found else []
-    return torch.from_numpy(np.stack([found[i] for i in picks]).astype(np.int64)) if found else None
-
-
 class Validation:
     """Losses on fixed windows: `val` on windows as in training, and `val_1x`, `val_2x`, `val_4x` with the same target
     tokens, the last T/2 of long documents' windows, seen with T, 2T and 4T tokens of context."""
 
-    def __init__(self, val: Windows, eot: int, cfg: TrainConfig):
-        self.eot, self.batch = eot, cfg.batch_size
+    def __init__(self, val: Windows, eot: int, cfg: TrainConfig, processes: Processes):
+        self.eot, self.batch, self.processes = eot, cfg.batch_size, processes
         picks = np.linspace(0, len(val) - 1, min(cfg.eval_windows, len(val))).astype(int)
         self.windows, self.T = val.take(picks), val.T
-        self.long = long_windows(val, eot, max(1, cfg.eval_windows // CONTEXTS[-1]))
+        self.long = long_windows(val, eot, CONTEXTS[-1], max(1, cfg.eval_windows // CONTEXTS[-1]))
         if self.long is None:
             print(f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x")
 
     @torch.no_grad()
-    def run(self, model, device: torch.device, autocast) -> dict[str, float]:
+    def run(self, model: GPT, device: torch.device, autocast) -> dict[str, float]:
         model.eval()
         losses = {"val": self.mean(model, self.windows, self.T, device, autocast)}
         for c in CONTEXTS if self.long is not None else ():
@@ -185,15 +143,18 @@ class Validation:
         model.train()
         return losses
 
-    def mean(self, model, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
-        """Mean loss of the last `targets` tokens of every window; every batch weighs by its size."""
-        total, rows = 0.0, max(1, self.batch * self.T // (windows.shape[1] - 1))
-        for w in windows.split(rows):
+    def mean(self, model: GPT, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
+        """Mean loss of the last `targets` tokens of every window; every process takes its share of the windows."""
+        rows = max(1, self.batch * self.T // (windows.shape[1] - 1))
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for w in windows[self.processes.rank :: self.processes.world].split(rows):
+            if not len(w):  # fewer windows than processes
+                continue
             idx, y = w[:, :-1].to(device), w[:, 1:].clone()
             y[:, :-targets] = -100
             with autocast:
-                total += model(idx, y.to(device), documents(idx, self.eot)).item() * len(w)
-        return total / len(windows)
+                total += model(idx, y.to(device), documents(idx, self.eot)).double() * len(w)
+        return self.processes.mean(total).item() * self.processes.world / len(windows)
 
 
 def documents(idx: Tensor, eot: int) -> Tensor:
@@ -209,10 +170,13 @@ def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
     return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def choose_device(cfg: TrainConfig) -> tuple[torch.device, torch.dtype, bool, str]:
+def choose_device(cfg: TrainConfig, processes: Processes) -> tuple[torch.device, torch.dtype, bool, str]:
     """Device, autocast type, whether to compile, and how to compute attention; prints what was chosen and why."""
     with user_errors():
         device, why = pick_device(cfg.device)
+        if device.type == "cuda" and processes.world > 1:
+            device, why = torch.device("cuda", processes.local), f"one of {processes.world} processes"
+            torch.cuda.set_device(device)
         dtype, reason = pick_dtype(cfg.dtype, device)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
     lacking = "CUDA" if device.type != "cuda" else "" if compiled else "compile"  # what fused attention needs
@@ -239,43 +203,56 @@ def make_optimizer(model: GPT, cfg: TrainConfig) -> torch.optim.Optimizer:
     groups = model.optimizer_groups(cfg.learning_rate, cfg.prior_lr, cfg.ssmax_lr, cfg.weight_decay)
     for group in groups:
         group["peak_lr"] = group["lr"]
-    betas = (cfg.beta1, cfg.beta2)
-    if cfg.optimizer == "adamw":
-        return torch.optim.AdamW(groups, betas=betas)
-    return torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True)
+    kind, options = torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2)}
+    if cfg.optimizer == "radam":
+        kind, options = torch.optim.RAdam, options | {"decoupled_weight_decay": True}
+    if cfg.shard_optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
+    return kind(groups, **options)
 
 
 class Trainer:
     """One run: the model, its optimizer, its data and how far it is."""
 
-    def __init__(self, cfg: TrainConfig, model_cfg: ModelConfig):
-        self.cfg, self.T = cfg, model_cfg.block_size
+    def __init__(self, cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes):
+        self.cfg, self.T, self.processes = cfg, model_cfg.block_size, processes
         self.out = Path(cfg.out_dir)
         self.saved = self.previous_run()
         windows_per_step, rest = divmod(cfg.tokens_per_step, self.T)
-        self.micro_steps, uneven = divmod(windows_per_step, cfg.batch_size)
+        self.micro_steps, uneven = divmod(windows_per_step, cfg.batch_size * processes.world)
         if rest or uneven or not windows_per_step:
-            unit = f"batch_size x block_size = {cfg.batch_size * self.T:,}"
+            unit = f"processes x batch_size x block_size = {processes.world * cfg.batch_size * self.T:,}"
             fail(f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one of them")
-        self.train, val, self.meta = find_data(cfg, model_cfg)
+        if cfg.shard_optimizer and processes.world == 1:
+            fail("shard_optimizer needs several processes; start train.py with torchrun, or leave it out")
+        self.train, val, self.meta = find_data(cfg, model_cfg, processes)
         self.order = Order(len(self.train), windows_per_step, cfg.seed)
-        self.device, dtype, compiled, attention = choose_device(cfg)
-        self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-        self.validation = Validation(val, self.meta["eot"], cfg)
+        self.device, self.dtype, compiled, attention = choose_device(cfg, processes)
+        self.autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        self.validation = Validation(val, self.meta["eot"], cfg, processes)
         torch.manual_seed(cfg.seed)
         self.model = GPT(model_cfg).to(self.device)
         self.model.attention = attention
         self.optimizer = make_optimizer(self.model, cfg)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.step, self.best, self.seconds, self.stop = 0, math.inf, 0.0, False
+        self.skipped, self.skipped_in_a_row = 0, 0
         self.restore()
         self.run = self.compiled() if compiled else self.model
+        if processes.world > 1:  # around the compiled model, since a fused kernel does not allow to split its graph
+            self.run = DistributedDataParallel(self.run, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+    def windows(self, step: int) -> list[np.ndarray]:
+        """Indices of this process's windows of a step, one array per micro-step."""
+        return np.split(self.order.step(step, self.processes.rank, self.processes.world), self.micro_steps)
 
     def compiled(self):
         """The compiled model, tried on the next batch: without a working compiler, better slowly than not at all."""
         run = torch.compile(self.model, dynamic=False)
         try:
-            self.loss(run, self.order.step(self.step)[: self.cfg.batch_size]).backward()
+            self.loss(run, self.windows(self.step)[0]).backward()
         except torch.OutOfMemoryError:
             fail(f"batch_size {self.cfg.batch_size} does not fit the memory of {self.device}; use a smaller one")
         except Exception as error:  # a compiler has many ways to fail
@@ -298,15 +275,16 @@ class Trainer:
         return None
 
     def restore(self) -> None:
-        log = self.out / "log.jsonl"
         self.out.mkdir(parents=True, exist_ok=True)
         if self.saved is None:
-            log.write_text("", encoding="utf-8")
+            if self.processes.rank == 0:
+                (self.out / "log.jsonl").write_text("", encoding="utf-8")
             return
         with user_errors():
             if self.saved["model_config"] != asdict(self.model.cfg):
                 raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
-            if missing := {"optimizer", "scaler", "step", "best", "seconds", "rng", "train_config"} - set(self.saved):
+            needed = {"optimizer", "scaler", "step", "best", "seconds", "skipped", "processes", "rng", "train_config"}
+            if missing := needed - set(self.saved):
                 raise ValueError(f"{self.out} cannot be resumed: its last.pt has no {', '.join(sorted(missing))}")
             if (tokenizer := self.saved["tokenizer"]) != self.meta["tokenizer"]:
                 raise ValueError(f"{self.out} was trained with tokenizer {tokenizer}, not {self.meta['tokenizer']}")
@@ -316,25 +294,43 @@ class Trainer:
         for group, now in zip(self.optimizer.param_groups, options, strict=True):
             group.update(now)  # rates, decay and betas are those of this call
         self.scaler.load_state_dict(self.saved["scaler"])
-        self.step, self.best, self.seconds = (self.saved[k] for k in ("step", "best", "seconds"))
+        for name in ("step", "best", "seconds", "skipped"):
+            setattr(self, name, self.saved[name])
         torch.set_rng_state(self.saved["rng"])
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
-        step = re.compile(r'\{"step": (\d+),.*\}\n')
-        kept = [line for line in lines if (found := step.fullmatch(line)) and int(found[1]) <= self.step]
-        with replacing(log) as file:  # what a killed run logged after its checkpoint comes again
-            file.write("".join(kept).encode())
+        if self.processes.rank == 0:
+            self.shorten_log()
         now, then = asdict(self.cfg), self.saved["train_config"]
         changed = [f"{k} {then.get(k)} -> {now[k]}" for k in now if k != "resume" and now[k] != then.get(k)]
+        if (world := self.saved["processes"]) != self.processes.world:
+            changed.append(
+                f"processes {world} -> {self.processes.world} (the same windows in every step, added up anew)"
+            )
         print(f"resumed {self.out} at step {self.step}" + ", changed: " * bool(changed) + ", ".join(changed))
         self.saved = None
 
+    def shorten_log(self) -> None:
+        """Take out what a killed run logged after its checkpoint, since that comes again."""
+        log = self.out / "log.jsonl"
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
+        step = re.compile(r'\{"step": (\d+),.*\}\n')
+        kept = [line for line in lines if (found := step.fullmatch(line)) and int(found[1]) <= self.step]
+        with replacing(log) as file:
+            file.write("".join(kept).encode())
+
     def save(self, name: str) -> None:
+        """Write a checkpoint; all processes call this, and the first one writes."""
+        if self.cfg.shard_optimizer:
+            self.optimizer.consolidate_state_dict(to=0)
+        if self.processes.rank:
+            return
         state = self.model.checkpoint() | {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "step": self.step,
             "best": self.best,
             "seconds": self.seconds,
+            "skipped": self.skipped,
+            "processes": self.processes.world,
             "rng": torch.get_rng_state(),
             "train_config": asdict(self.cfg),
             "tokenizer": self.meta["tokenizer"],
@@ -355,30 +351,55 @@ class Trainer:
         with self.autocast:
             return run(idx, targets, documents(idx, self.meta["eot"]))
 
-    def train_step(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step; returns the mean loss and the gradient's norm before clipping, still on the device."""
+    def train_step(self) -> tuple[float, float]:
+        """One optimizer step; returns the mean loss and the gradient's norm before clipping. Unless both are finite, it
+        changes nothing."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
         total = torch.zeros((), device=self.device)
-        for indices in np.split(self.order.step(self.step), self.micro_steps):
+        for i, indices in enumerate(self.windows(self.step)):
+            if self.processes.world > 1:  # read in the forward pass: only the last micro-step adds up over processes
+                self.run.require_backward_grad_sync = i == self.micro_steps - 1
             loss = self.loss(self.run, indices) / self.micro_steps
             self.scaler.scale(loss).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, or the clip would see scaled gradients
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
-        self.scaler.step(self.optimizer)
+        numbers = self.processes.mean(total).item(), norm.item()
+        finite = all(map(math.isfinite, numbers))
+        if finite or self.scaler.is_enabled():  # the scaler skips such a step by itself, and takes note of it
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return total, norm
+        self.count_skipped(finite, *numbers)
+        return numbers
+
+    def count_skipped(self, finite: bool, loss: float, norm: float) -> None:
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if finite:
+            return
+        self.skipped += 1
+        print(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all", flush=True)
+        if self.skipped_in_a_row == PATIENCE:
+            kept = (
+                f"{self.out / 'last.pt'} is of an earlier step" if (self.out / "last.pt").exists() else "none is saved"
+            )
+            fail(f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates")
 
     def log(self, record: dict) -> None:
+        if self.processes.rank:
+            return
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with open(self.out / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
     def evaluate(self) -> dict[str, float]:
         """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
         losses = self.validation.run(self.model, self.device, self.autocast)
+        if self.skipped_in_a_row or not math.isfinite(losses["val"]):  # the weights may be ruined already
+            print(f"step {self.step}: no checkpoint, since this step was skipped or the validation loss is not finite")
+            return losses
         better = losses["val"] < self.best
         self.best = min(self.best, losses["val"])
         if better:  # first, so that a last.pt never speaks of a best.pt that was not written
@@ -386,27 +407,40 @@ class Trainer:
         self.save("last.pt")
         return losses
 
+    def speed(self, steps: int, seconds: float) -> dict:
+        """Tokens a second, the share of the device's peak that the model's own operations are, and memory in bytes."""
+        rate = steps * self.cfg.tokens_per_step / seconds
+        peak = peak_flops(self.device, self.dtype)
+        mfu = rate * self.model.flops_per_token(self.T) / (peak * self.processes.world) if peak else None
+        return {"tokens_per_second": round(rate), "mfu": mfu, "peak_memory": peak_memory(self.device)}
+
+    def told_to_stop(self) -> bool:
+        """Has any process got a signal? They must stop after the same step."""
+        if self.processes.world > 1:
+            told = torch.tensor(float(self.stop), device=self.device)
+            self.stop = self.processes.mean(told).item() > 0
+        return self.stop
+
     def loop(self) -> None:
-        cfg, began, before = self.cfg, time.time(), self.seconds
-        first = self.step
+        cfg, began, before, first = self.cfg, time.time(), self.seconds, self.step
         if first >= cfg.max_steps:
             print(f"{self.out} is at step {first} of {cfg.max_steps} already: nothing to do")
+        since, steps = began, 0  # of the last log line, without the time of validations
         while self.step < cfg.max_steps and not self.stop:
             loss, norm = self.train_step()
+            steps += 1
             self.seconds = before + time.time() - began
-            done = self.step == cfg.max_steps or self.stop
+            done = self.told_to_stop() or self.step == cfg.max_steps
             validate = self.step % cfg.eval_interval == 0 or done
             if not validate and self.step % cfg.log_interval:
-                continue  # without asking the device for numbers, which would make it wait
-            record = {"step": self.step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": self.seconds}
-            if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
-                numbers = f"loss {record['loss']}, gradient norm {record['grad_norm']} at step {self.step}"
-                fail(f"{numbers}: the run diverged; its last checkpoint stays as it was; use lower learning rates")
+                continue
+            record = {"step": self.step, "loss": loss, "grad_norm": norm, "skipped": self.skipped}
+            record |= {"seconds": self.seconds, **self.speed(steps, time.time() - since)}
             record |= self.evaluate() if validate else {}
+            since, steps = time.time(), 0
             self.log(record | self.model.prior_values())
-            rate = (time.time() - began) / (self.step - first)
-            left = rate * (cfg.max_steps - self.step)
-            print(log_line(record, cfg.max_steps, cfg.tokens_per_step / rate, left), flush=True)
+            left = (time.time() - began) / (self.step - first) * (cfg.max_steps - self.step)
+            print(log_line(record, cfg.max_steps, left), flush=True)
         if self.stop:
             print(f"stopped at step {self.step}; {self.out / 'last.pt'} is saved, --resume continues")
 
@@ -417,25 +451,35 @@ class Trainer:
         print("stopping after this step (Ctrl-C again: at once)", flush=True)
 
 
-def log_line(record: dict, max_steps: int, tokens_per_second: float, seconds_left: float) -> str:
+def log_line(record: dict, max_steps: int, seconds_left: float) -> str:
     parts = [f"step {record['step']:>6}/{max_steps}", f"loss {record['loss']:.4f}"]
     parts += [f"{name} {record[name]:.4f}" for name in record if name.startswith("val")]
     minutes, seconds = divmod(round(seconds_left), 60)
-    parts += [f"norm {record['grad_norm']:.2f}", f"{tokens_per_second:,.0f} tok/s", f"{minutes}:{seconds:02d} left"]
-    return " | ".join(parts)
+    parts += [f"norm {record['grad_norm']:.2f}", f"{record['tokens_per_second']:,} tok/s"]
+    parts += [f"MFU {100 * record['mfu']:.0f}%" if record["mfu"] else "MFU n/a"]
+    parts += [f"{record['peak_memory'] / 1e9:.1f} GB"] if record["peak_memory"] else []
+    hours, minutes = divmod(minutes, 60)
+    return " | ".join([*parts, f"{f'{hours}:{minutes:02d}' if hours else minutes}:{seconds:02d} left"])
 
 
 def main() -> None:
     (model_cfg, cfg), _ = configurator.parse([ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config")
-    trainer = Trainer(cfg, model_cfg)
+    with user_errors():
+        processes = Processes.join(cfg.device)
+    if processes.rank:
+        sys.stdout = io.StringIO()  # the first process speaks for all
+    trainer = Trainer(cfg, model_cfg, processes)
     config = json.dumps({"model": asdict(model_cfg), "train": asdict(cfg)}, indent=1)
-    with replacing(trainer.out / "config.json") as file:
-        file.write(config.encode())
+    if processes.rank == 0:
+        with replacing(trainer.out / "config.json") as file:
+            file.write(config.encode())
     groups = {kind: sum(p.numel() for p in params) for kind, params in trainer.model.parameter_groups().items()}
     print(f"{sum(groups.values()):,} parameters: " + ", ".join(f"{kind} {n:,}" for kind, n in groups.items()))
     print(f"{len(trainer.train):,} windows of {trainer.T} tokens an epoch, {trainer.order.per_step} a step")
     signal.signal(signal.SIGINT, trainer.interrupt)
+    signal.signal(signal.SIGTERM, trainer.interrupt)  # how torchrun and job schedulers say it
     trainer.loop()
+    processes.leave()
     if trainer.stop:
         sys.exit(130)
 

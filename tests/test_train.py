@@ -1,17 +1,21 @@
 """train.py: data order, exact resume, validation, schedule, and what it says when something is wrong."""
 
+import copy
 import dataclasses
 import json
+import math
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import train as T
+from device import Processes
 from model import ModelConfig, load_checkpoint
-from prepare_fineweb import write_shard
+from prepare_fineweb import read_shard, write_shard
 
 MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
 
@@ -39,7 +43,7 @@ def trainer(data, out, pe="ggd", ssmax=True, model=None, **changes):
         "prior_lr": 5e-2, "log_interval": 1, "eval_interval": 5, "eval_windows": 8, "device": "cpu", **changes,
     }  # fmt: skip
     cfg = T.TrainConfig(data=str(data), out_dir=str(out), **options)
-    return T.Trainer(cfg, ModelConfig(**MODEL | {"pe": pe, "ssmax": ssmax} | (model or {})))
+    return T.Trainer(cfg, ModelConfig(**MODEL | {"pe": pe, "ssmax": ssmax} | (model or {})), Processes())
 
 
 def same(a, b):
@@ -94,7 +98,8 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(data, tmp_path):
 
     def read(name):
         lines = (tmp_path / name / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+        timed = {"seconds", "tokens_per_second", "peak_memory"}
+        return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
 
     assert read("killed") == read("straight") and [r["step"] for r in read("killed")] == list(range(1, 11))
 
@@ -204,7 +209,7 @@ def test_gradient_accumulation_is_the_joined_batch(data, tmp_path):
             lambda *_, run=run, g=gradients: g.update({n: p.grad.clone() for n, p in run.model.named_parameters()})
         )
         loss, norm = run.train_step()
-        found.append((loss.item(), norm.item(), gradients))
+        found.append((loss, norm, gradients))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     for name, gradient in found[0][2].items():
         torch.testing.assert_close(gradient, found[1][2][name], rtol=1e-4, atol=1e-7)
@@ -225,8 +230,8 @@ def test_learning_rates_follow_warm_up_and_cosine(data, tmp_path):
 
 def test_a_fixed_batch_is_learned(data, tmp_path):
     run = trainer(data, tmp_path / "out", max_steps=60)
-    run.order.step = lambda step: np.array([0, 1, 2, 3])
-    losses = [run.train_step()[0].item() for _ in range(60)]
+    run.order.step = lambda step, rank, world: np.array([0, 1, 2, 3])
+    losses = [run.train_step()[0] for _ in range(60)]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -274,7 +279,7 @@ def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys, arguments,
 
 def test_ids_beyond_the_vocabulary_are_told(data, tmp_path, capsys):
     shard = next(data.glob("*train*.bin"))
-    tokens = np.array(T.read_shard(shard))
+    tokens = np.array(read_shard(shard))
     tokens[5::16] = 300
     write_shard(shard, tokens)
     with pytest.raises(SystemExit) as stopped:
@@ -282,13 +287,32 @@ def test_ids_beyond_the_vocabulary_are_told(data, tmp_path, capsys):
     assert stopped.value.code == 2 and "token id 300, vocab_size is 257" in capsys.readouterr().err
 
 
+def test_a_step_without_finite_gradient_changes_nothing(data, tmp_path, capsys):
+    run = trainer(data, tmp_path / "out")
+    run.train_step()
+    before, whole = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()["state"]]), run.run
+    run.run = lambda *batch: whole(*batch) * math.inf
+    run.train_step()
+    assert same(before, [run.model.state_dict(), run.optimizer.state_dict()["state"]])
+    assert run.step == 2 and run.skipped == 1 and "step 2: loss inf" in capsys.readouterr().out
+    run.run = whole
+    run.train_step()
+    assert run.skipped == 1 and run.skipped_in_a_row == 0
+    assert not same(before[0], run.model.state_dict())
+
+
 def test_a_diverged_run_keeps_its_last_checkpoint(data, tmp_path, capsys):
+    """One huge step ruins the weights; later ones are skipped, nothing is saved, and after ten of them the run ends."""
     trainer(data, tmp_path / "out", max_steps=5).loop()
     before = (tmp_path / "out/last.pt").read_bytes()
     with pytest.raises(SystemExit) as stopped:
-        trainer(data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0).loop()
-    assert stopped.value.code == 2 and "diverged" in capsys.readouterr().err
+        trainer(data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0, max_steps=40).loop()
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and "10 steps in a row" in printed.err and "no checkpoint" in printed.out
     assert (tmp_path / "out/last.pt").read_bytes() == before
+    log = (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in log]
+    assert records[-1]["skipped"] == 9 and records[-1]["grad_norm"] is None
 
 
 def test_resume_takes_the_options_of_this_call_and_says_so(data, tmp_path, capsys):
@@ -378,3 +402,60 @@ def test_help_lists_every_key(monkeypatch, capsys):
     for cls in (ModelConfig, T.TrainConfig):
         for field in dataclasses.fields(cls):
             assert f"--{field.name}=" in printed
+
+
+@pytest.mark.slow
+def test_kill_9_while_a_checkpoint_is_written(data, tmp_path):
+    """Checkpoints are written all the time, and the run is killed at 20 random moments: last.pt and best.pt are always
+    whole, and the run that goes on from them ends as one that was never stopped."""
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import train; train.main()"
+    options = [f"--{k}={v}" for k, v in (MODEL | {"n_embd": 256}).items()] + [f"--data={data}", "--device=cpu"]
+    options += ["--batch_size=2", "--tokens_per_step=64", "--max_steps=400", "--eval_interval=1", "--eval_windows=2"]
+    command = [sys.executable, "-c", code, str(T.ROOT), *options]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([*command, f"--out_dir={tmp_path / 'straight'}"], check=True, **quiet)
+    rng, kills, out = np.random.default_rng(0), 0, tmp_path / "killed"
+    while kills < 20:
+        resume = ["--resume"] if (out / "last.pt").exists() else []
+        process = subprocess.Popen([*command, f"--out_dir={out}", *resume], **quiet)
+        before = (out / "last.pt").stat().st_mtime_ns if resume else 0
+        while process.poll() is None and not ((out / "last.pt").exists() and moved(out / "last.pt", before)):
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.2)
+        if process.poll() is not None:  # it came to its end: a few more steps for the next kills
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        saved = load_checkpoint(out)
+        assert load_checkpoint(out / "best.pt")["best"] <= saved["best"] and saved["step"] >= 1
+    assert kills >= 20, f"only {kills} kills before the end; give it more steps"
+    subprocess.run([*command, f"--out_dir={out}", "--resume"], check=True, **quiet)
+    assert same(state(tmp_path / "straight"), state(out))
+
+
+def moved(file, before):
+    try:
+        return file.stat().st_mtime_ns > before
+    except FileNotFoundError:  # between two names
+        return False
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_training_on_cuda(data, tmp_path, dtype):
+    """Compiled, fused, in mixed precision, with the loss scaler for float16: it learns, and a resumed run goes on."""
+    if dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("bfloat16 is not native on this device")
+    options = {"device": "cuda", "dtype": dtype, "compile": "true", "max_steps": 60, "eval_interval": 30}
+    shape = {"n_embd": 64, "block_size": 128}
+    write_data(tmp_path / "long", train_tokens=20_000, val_tokens=3000, document=700)
+    options |= {"tokens_per_step": 512}
+    run = trainer(tmp_path / "long", tmp_path / "out", model=shape, **options)
+    assert run.model.attention == "fused" and run.scaler.is_enabled() == (dtype == "float16")
+    run.loop()
+    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"] - 1 and log[-1]["skipped"] < 10 and log[-1]["peak_memory"] > 0
+    resumed = trainer(tmp_path / "long", tmp_path / "out", model=shape, resume=True, **options | {"max_steps": 70})
+    resumed.loop()
+    assert load_checkpoint(tmp_path / "out")["step"] == 70
