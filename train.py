@@ -30,8 +30,8 @@ from configurator import check_folder, fail, user_errors
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig, load_checkpoint, save_checkpoint
 from prepare_fineweb import read_meta, replacing
-from windows import Order, Windows, long_windows
 from tokenizer import get_tokenizer
+from windows import Order, Windows, long_windows
 
 ROOT = Path(__file__).resolve().parent
 CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
