@@ -30,8 +30,7 @@ from tqdm import tqdm
 import configurator
 import records
 from configurator import user_errors
-from eval_passkey import FILLERS, LONGEST, MULTIPLES, cost
-from eval_passkey import cell as percent
+from eval_passkey import FILLERS, LONGEST, MULTIPLES, cell, cost
 from model import pick_device
 from streaming import generate, score
 from tokenizer import encode_document, get_tokenizer
@@ -278,8 +277,6 @@ def ask(run: records.Run, sample: Sample) -> Outcome:
 def result(outcomes: list[Outcome]) -> dict:
     """The numbers of a cell. A mean of scores between 0 and 1 spreads at most as much as a proportion with that mean,
     so Wilson's interval is wide enough for it."""
-    if not outcomes:
-        return {"n": 0}
     n, right = len(outcomes), [token for o in outcomes for token in o.right]
     correct, exact = sum(o.score for o in outcomes), sum(all(o.right) for o in outcomes)
     return {
@@ -322,7 +319,8 @@ def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[st
                 sample = make_sample(c["task"], cfg.seed, index, c["length"], run.enc, essay)
                 outcomes.append(ask(run, sample))
                 bar.update(w)
-            record = c | result(outcomes) | {"seconds": round(time.time() - began, 2)} | about
+            numbers = result(outcomes) if outcomes else {"n": 0}
+            record = c | numbers | {"seconds": round(time.time() - began, 2)} | about
             records.append_record(file, record)
         yield record
     bar.close()
@@ -346,10 +344,10 @@ def show_prompts(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int
 
 
 def shown(record: dict) -> str:
-    """A cell of the table: score with interval / exact answers."""
+    """A cell of the table: score with interval / exact answers / right tokens."""
     if not record["n"]:
         return f"n/a: needs at least {record['needs']:,} tokens"
-    return f"{percent(record)} / {100 * record['exact'] / record['n']:.0f}%"
+    return f"{cell(record)} / {100 * record['exact'] / record['n']:.0f}% / {100 * record['tokens_right']:.0f}%"
 
 
 def table(found: list[dict]) -> str:
@@ -417,7 +415,7 @@ def main() -> None:
         print("stopped; the cells that were done are in the records, --resume goes on behind them")
     results = {run: found for run, found in results.items() if found}
     for run, found in results.items():
-        print(f"{records.name_of(run)}: expected values found [95% interval] / whole answers right, n = {cfg.samples}")
+        print(f"{records.name_of(run)}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
         print(table(found))
         print(f"records in {records.folder_of(run) / 'ruler.jsonl'}")
     if any(record["n"] for found in results.values() for record in found):
