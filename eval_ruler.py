@@ -369,7 +369,7 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
     names, lengths = list(dict.fromkeys(r["task"] for r in points)), sorted({r["length"] for r in points})
     rows = 1 + (len(names) > 4)
     columns = -(-len(names) // rows)
-    figure = plt.figure(figsize=(1.5 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
+    figure = plt.figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
     for place, name in enumerate(names, start=1):
         axis = figure.add_subplot(rows, columns, place, title=name)
         for run, (marker, line) in zip(results, records.STYLES * len(results), strict=False):
@@ -377,12 +377,13 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
             x, y = [r["length"] for r in curve], [100 * r["correct"] / r["n"] for r in curve]
             bars = np.abs(100 * np.reshape([r["interval_95"] for r in curve], (-1, 2)).T - y)
             axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=records.name_of(run))
+        axis.axvline(points[0]["training_length"], color="grey", linewidth=1)
         axis.set(xscale="log", ylim=(-4, 104))
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
         axis.minorticks_off()
-    figure.axes[0].legend()
-    figure.supxlabel("length in tokens, the answer's budget included")
-    figure.supylabel("expected values found (%)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.supxlabel("length in tokens, answer included (grey: training length)", fontsize="medium")
+    figure.supylabel("expected values found (%)", fontsize="medium")
     figure.suptitle(f"RULER, n = {points[0]['n']} a point, bars: 95% intervals")
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -414,6 +414,10 @@ def test_resume_goes_on_behind_the_finished_cells(run, essay_file, monkeypatch, 
     assert len(quick) == limit + 2 and len(read_records(run / "eval/ruler.jsonl")) == 6
     call(monkeypatch, *arguments, "--resume", "--seed=1")  # another cell
     assert len(quick) == limit + 6
+    model = make_model("alibi", False, block_size=128)
+    save_checkpoint(run / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
+    call(monkeypatch, *arguments, "--resume")  # other weights
+    assert len(quick) == limit + 10
 
 
 def test_nothing_but_unavailable_cells_is_a_table_without_a_picture(run, monkeypatch, capsys):
