@@ -1,0 +1,431 @@
+"""RULER's needle-in-a-haystack tasks: eight ways to hide short facts in a long text and to ask for them at its end.
+
+python eval_ruler.py out/ggd_bam_cpu                                   # 1x to 16x the training length
+python eval_ruler.py out/a out/b --tasks=niah_single_1 --lengths=4096,131072 --samples=500
+python eval_ruler.py --dry_run --tokenizer=gpt2 --lengths=4096         # one prompt a task, to look at
+
+Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv 2404.06654). The score
+is the share of the expected values that stand in a greedily generated text. Besides it the answer is scored as in the
+passkey test: right if each of its tokens is the most likely one, given the true ones before it.
+"""
+
+import hashlib
+import itertools
+import random
+import re
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import tiktoken
+import torch
+from tqdm import tqdm
+
+import configurator
+import records
+from configurator import user_errors
+from eval_passkey import FILLERS, LONGEST, MULTIPLES, cell, cost
+from model import pick_device
+from streaming import generate, score
+from tokenizer import encode_document, get_tokenizer
+
+HAYSTACK = Path(__file__).resolve().parent / "data" / "pydocs" / "pydocs.txt"
+BUDGET = {"gpt2": 128, "bytes": 512}  # tokens generated for each prompt, a part of its length; RULER's is 128
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in an essay: RULER's, in whole percents
+SENTENCE = 300  # characters at most: a longer one is cut at a space
+STEP = 10**5  # work of generating a token in the units of cost(), as measured with the laptop model on a CPU
+JOINERS = {"noise": "\n", "essay": " ", "needles": "\n"}  # what stands between two units of a haystack
+
+
+class Task(NamedTuple):
+    haystack: Literal["noise", "essay", "needles"]
+    key: Literal["words", "uuids"]
+    value: Literal["numbers", "uuids"]
+    keys: int = 1
+    values: int = 1  # of each key; every value is told by a needle of its own
+    queries: int = 1  # how many of the keys are asked
+
+
+TASKS = {
+    "niah_single_1": Task("noise", "words", "numbers"),
+    "niah_single_2": Task("essay", "words", "numbers"),
+    "niah_single_3": Task("essay", "words", "uuids"),
+    "niah_multikey_1": Task("essay", "words", "numbers", keys=4),
+    "niah_multikey_2": Task("needles", "words", "numbers"),
+    "niah_multikey_3": Task("needles", "uuids", "uuids"),
+    "niah_multivalue": Task("essay", "words", "numbers", values=4),
+    "niah_multiquery": Task("essay", "words", "numbers", keys=4, queries=4),
+}
+
+# RULER's texts to the letter: the prompt, and the beginning of the answer behind it; {kind} is number or uuid
+PLURAL = (
+    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {kind}s afterwards.\n{context}\n"
+    "What are all the special magic {kind}s for {query} mentioned in the provided text?",
+    " The special magic {kind}s for {query} mentioned in the provided text are",
+)
+SINGULAR = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {kind} afterwards.\n{context}\n"
+    "What is the special magic {kind} for {query} mentioned in the provided text?",
+    " The special magic {kind} for {query} mentioned in the provided text is",
+)
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+NOISE = FILLERS["passkey"].strip()  # RULER's five sentences are the passkey's
+
+# a key of words is one of each, with a hyphen between them
+ADJECTIVES = """
+amber ancient bitter bold brave brief bright bronze calm careful clever cold coral crisp curly dark dusty eager early
+empty faint famous fancy fresh gentle giant golden happy heavy hollow honest humble ivory jolly large late lively
+lonely lucky mellow misty modern narrow noble olive patient plain proud purple quiet rapid rough round royal rusty
+sharp shiny silent slow small solid tall tiny warm"""
+NOUNS = """
+acorn anchor apron arrow badge barrel basket beacon bottle branch bridge bucket button camera candle canoe carpet
+castle circle cloud compass cotton cradle curtain dragon drum engine falcon feather ferry flute forest garden glove
+hammer harbor helmet island jacket kettle ladder lantern lemon magnet marble meadow mirror monkey paddle parrot
+pebble pencil planet rabbit ribbon river saddle shadow tunnel turtle valley violin wagon window"""
+
+
+class Needle(NamedTuple):
+    key: str
+    value: str
+    depth: float  # 0 to 1: of n units of haystack, int(n * depth) stand before it
+
+
+class Sample(NamedTuple):
+    prompt: str
+    prefix: str  # the beginning of the answer, given to the model
+    values: list[str]  # what is expected
+    answer: str  # the same as text that goes on behind the prefix
+    needles: list[Needle]  # in reading order
+    tokens: list[int]  # of <|endoftext|>, prompt and prefix
+
+
+# ---- the generator
+
+
+def read_essay(file: str) -> list[str]:
+    """The sentences of a text file (none named: HAYSTACK) with single spaces; blank lines end sentences too.
+
+    Raises ValueError or OSError, in one sentence, for a file that is missing, no text or empty.
+    """
+    path = Path(file or HAYSTACK)
+    if not path.exists():
+        command = "python prepare_fineweb.py --source=pydocs"
+        raise ValueError(f"there is no {path}; name a text with --haystack_file, or make the default one: {command}")
+    try:
+        parts = re.split(r"(?<=[.!?])\s+|\n\s*\n", path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; convert it first") from error
+    wrapped = (textwrap.wrap(" ".join(part.split()), SENTENCE, break_on_hyphens=False) for part in parts)
+    if not (essay := list(itertools.chain(*wrapped))):
+        raise ValueError(f"{path} has no text; choose another --haystack_file")
+    return essay
+
+
+def draw(kind: str, rng: random.Random, used: set[str]) -> str:
+    """A key or value that is not in `used`, which it joins."""
+    if kind == "words":
+        drawn = f"{rng.choice(ADJECTIVES.split())}-{rng.choice(NOUNS.split())}"
+    elif kind == "numbers":
+        drawn = str(rng.randrange(10**6, 10**7))
+    else:
+        drawn = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    if drawn in used:
+        return draw(kind, rng, used)
+    used.add(drawn)
+    return drawn
+
+
+def draw_needles(task: Task, rng: random.Random, used: set[str]) -> tuple[list[Needle], list[str]]:
+    """The needles in reading order, and the keys that are asked; their keys and values join `used`."""
+    keys = [draw(task.key, rng, used) for _ in range(task.keys)]
+    told = rng.sample(keys * task.values, task.keys * task.values)
+    depths = sorted(rng.sample(DEPTHS, len(told)) if task.haystack == "essay" else [rng.random() for _ in told])
+    needles = [Needle(key, draw(task.value, rng, used), depth) for key, depth in zip(told, depths, strict=True)]
+    return needles, rng.sample(keys, task.queries)
+
+
+def needle_text(task: Task, key: str, value: str) -> str:
+    return NEEDLE.format(kind=task.value[:-1], key=key, value=value)
+
+
+def haystack(task: Task, rng: random.Random, used: set[str], essay: Sequence[str]) -> Iterator[str]:
+    """Units without end: noise lines, the essay's sentences again and again, or needles without what is in `used`."""
+    if task.haystack == "noise":
+        return itertools.repeat(NOISE)
+    if task.haystack == "essay":
+        return itertools.cycle(essay)
+    return (needle_text(task, *(draw(k, rng, set(used)) for k in (task.key, task.value))) for _ in itertools.count())
+
+
+def listed(names: list[str]) -> str:
+    """a / a, and b / a, b, and c: as RULER joins its queries."""
+    return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def build(task: Task, needles: list[Needle], asked: list[str], units: list[str], enc: tiktoken.Encoding) -> Sample:
+    """Hide the needles in these units and put the question behind them."""
+    values = [needle.value for key in asked for needle in needles if needle.key == key]
+    context = list(units)
+    for needle in reversed(needles):  # from behind, so that the places before stay what they are
+        context.insert(int(len(units) * needle.depth), needle_text(task, needle.key, needle.value))
+    words = {"kind": task.value[:-1], "query": listed(asked), "context": JOINERS[task.haystack].join(context)}
+    prompt, prefix = (text.format(**words) for text in (SINGULAR if len(values) == 1 else PLURAL))
+    return Sample(prompt, prefix, values, f" {listed(values)}", needles, encode_document(enc, prompt + prefix))
+
+
+def make_sample(
+    name: str, seed: int, index: int, length: int | None, enc: tiktoken.Encoding, essay: Sequence[str] = ()
+) -> Sample:
+    """Sample number `index` of a task, a pure function of its arguments; `essay` is what read_essay() returns.
+
+    Tokens and the answer's BUDGET take at most `length`, and would take more with one more unit of haystack; length
+    None: one unit. Raises ValueError if one unit does not fit. Differences from RULER:
+    - <|endoftext|> stands before the prompt, as before every training document, and counts;
+    - the budget is four times as large for bytes, since a GPT-2 token holds about four;
+    - every sample is filled by itself, an essay by sentences. RULER finds one number of units for all (500 words a
+      step), takes steps off where a sample is too long, and never ends where a length holds none;
+    - keys and values are all different, and a haystack of needles tells none of those asked, as RULER's by chance may;
+    - the values of one key are expected in reading order (only the teacher-forced score sees it);
+    - words and essay are others: RULER's essays are not free to copy, and its words come from a package.
+    """
+    task, rng, used = TASKS[name], random.Random(f"{name} {seed} {index}"), set()
+    needles, asked = draw_needles(task, rng, used)
+    more = haystack(task, rng, used, essay)
+    units = [next(more)]
+    sample = build(task, needles, asked, units, enc)
+    if length is None:
+        return sample
+    room, tokens = length - BUDGET[enc.name], len(sample.tokens)
+    if tokens > room:
+        raise ValueError(f"{length:,} tokens cannot hold this {name}; it needs at least {tokens + BUDGET[enc.name]:,}")
+    while tokens <= room:  # count unit by unit to come near, then let the tokens of the whole text decide
+        units.append(next(more))
+        tokens += len(enc.encode_ordinary(JOINERS[task.haystack] + units[-1]))
+    while len((sample := build(task, needles, asked, units, enc)).tokens) <= room:
+        units.append(next(more))
+    while len(sample.tokens) > room:
+        units.pop()
+        sample = build(task, needles, asked, units, enc)
+    return sample
+
+
+def shortest(name: str, seed: int, samples: int, enc: tiktoken.Encoding, essay: Sequence[str]) -> int:
+    """The least length in tokens, the answer's budget included, that holds all of a task's samples."""
+    return BUDGET[enc.name] + max(len(make_sample(name, seed, i, None, enc, essay).tokens) for i in range(samples))
+
+
+# ---- the test
+
+
+@dataclass
+class RulerConfig:
+    """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
+
+    tasks: tuple[str, ...] = tuple(TASKS)  # which of the eight
+    lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and the answer's budget included; none given: 1x, 2x, 4x,
+    # 8x and 16x the training length of the first run
+    samples: int = 50  # prompts a cell; RULER has 500, for which a laptop needs hours
+    seed: int = 42  # draws keys, values and depths
+    haystack_file: str = ""  # a text for the tasks that hide needles in an essay; none given: data/pydocs/pydocs.txt
+    resume: bool = False  # go on behind the cells that are in the records
+    dry_run: bool = False  # print one prompt a task with its token counts, and evaluate nothing
+    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # of --dry_run without a run; auto: the run's
+    device: str = "auto"  # auto, cpu, cuda, ...
+
+    def __post_init__(self):
+        strangers = [task for task in self.tasks if task not in TASKS]
+        if strangers or not self.tasks:
+            raise ValueError(f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}")
+        for name, values in (("samples", (self.samples,)), ("lengths", self.lengths)):
+            for value in values:
+                if not 1 <= value <= LONGEST:
+                    raise ValueError(f"{name} is {value}; it must be at least 1 and at most {LONGEST:,}")
+
+
+def string_match_all(text: str, values: list[str]) -> float:
+    """RULER's score, 0 to 1: the share of the values that occur in the text; upper and lower case are the same."""
+    return sum(value.lower() in text.lower() for value in values) / len(values)
+
+
+class Outcome(NamedTuple):
+    score: float  # RULER's, 0 to 1
+    right: list[bool]  # token by token of the answer: is it the most likely one, given the true ones before it?
+    nats: float  # -ln of the whole answer's probability
+
+
+def ask(run: records.Run, sample: Sample) -> Outcome:
+    """Let a model answer greedily, and score the expected answer token by token."""
+    enc, device, prompt = run.enc, run.model.embedding.weight.device, sample.tokens
+    whole = encode_document(enc, sample.prompt + sample.prefix + sample.answer)
+    assert whole[: len(prompt)] == prompt, "a token spans the border of prompt and answer"
+    answer = torch.tensor([whole[len(prompt) :]])
+    log_p, best = score(run.model, torch.tensor([whole], device=device), answer.shape[1])
+    idx = torch.tensor([prompt], device=device)
+    new = generate(run.model, idx, BUDGET[enc.name], stop=enc.eot_token)[0].tolist()
+    text = enc.decode([token for token in new if token < enc.n_vocab])
+    return Outcome(string_match_all(text, sample.values), (best.cpu() == answer)[0].tolist(), -log_p.sum().item())
+
+
+def result(outcomes: list[Outcome]) -> dict:
+    """The numbers of a cell. A mean of scores between 0 and 1 spreads at most as much as a proportion with that mean,
+    so Wilson's interval is wide enough for it."""
+    n, right = len(outcomes), [token for o in outcomes for token in o.right]
+    correct, exact = sum(o.score for o in outcomes), sum(all(o.right) for o in outcomes)
+    return {
+        "correct": correct,  # RULER's score is 100 * correct / n
+        "n": n,
+        "interval_95": [round(x, 4) for x in records.wilson(correct, n)],
+        "exact": exact,  # answers with every token right
+        "exact_interval_95": [round(x, 4) for x in records.wilson(exact, n)],
+        "tokens_right": round(sum(right) / len(right), 4),
+        "nats_per_token": round(sum(o.nats for o in outcomes) / len(right), 4),
+    }
+
+
+def cells_of(run: records.Run, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
+    """What identifies the record of each task and length; `needs` is the least length that holds all the prompts."""
+    digest = hashlib.sha256("\n".join(essay).encode()).hexdigest()[:12]
+    for name in dict.fromkeys(cfg.tasks):
+        kind, needs = TASKS[name].haystack, shortest(name, cfg.seed, cfg.samples, run.enc, essay)
+        kind += f", sha256 {digest}" if kind == "essay" else ""
+        config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[run.enc.name], "haystack": kind}
+        for length in lengths:
+            yield {"metric": "ruler", "task": name, "length": length, "needs": needs, "config": config}
+
+
+def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
+    """One run: a record for each task and length, appended to its eval/ruler.jsonl as soon as it is there."""
+    with user_errors():
+        run = records.load_run(path, pick_device(cfg.device)[0])
+    file, about = records.folder_of(path) / "ruler.jsonl", records.origin(run)
+    cells = list(cells_of(run, cfg, lengths, essay))
+    done = [cfg.resume and records.finished(file, c | {"weights": about["weights"]}) for c in cells]
+    work = [2 * cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
+    total = cfg.samples * sum(w for w, record in zip(work, done, strict=True) if not record)
+    bar = tqdm(total=total, desc=records.name_of(path), bar_format=records.BAR, disable=None)
+    for c, w, record in zip(cells, work, done, strict=True):
+        if not record:
+            began, outcomes = time.time(), []
+            bar.set_postfix_str(f"{c['task']}, {c['length']:,} tokens")
+            for index in range(cfg.samples if w else 0):
+                sample = make_sample(c["task"], cfg.seed, index, c["length"], run.enc, essay)
+                outcomes.append(ask(run, sample))
+                bar.update(w)
+            numbers = result(outcomes) if outcomes else {"n": 0}
+            record = c | numbers | {"seconds": round(time.time() - began, 2)} | about
+            records.append_record(file, record)
+        yield record
+    bar.close()
+
+
+# ---- what is shown
+
+
+def show_prompts(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> None:
+    """The first prompt of each task at the first length that can hold it; with no lengths given, at the shortest."""
+    for name in dict.fromkeys(cfg.tasks):
+        needs, budget = shortest(name, cfg.seed, 1, enc, essay), BUDGET[enc.name]
+        length = next((n for n in lengths or [needs] if n >= needs), None)
+        if length is None:
+            print(f"==== {name}: n/a: needs at least {needs:,} tokens\n")
+            continue
+        sample = make_sample(name, cfg.seed, 0, length, enc, essay)
+        used, depths = len(sample.tokens), ", ".join(f"{needle.depth:.2f}" for needle in sample.needles)
+        print(f"==== {name} at {length:,} tokens: prompt {used:,} + answer {budget} = {used + budget:,}")
+        print(f"==== needles at depth {depths}, expected:{sample.answer}\n{sample.prompt}{sample.prefix}\n")
+
+
+def shown(record: dict) -> str:
+    """A cell of the table: score with interval / exact answers / right tokens."""
+    if not record["n"]:
+        return f"n/a: needs at least {record['needs']:,} tokens"
+    return f"{cell(record)} / {100 * record['exact'] / record['n']:.0f}% / {100 * record['tokens_right']:.0f}%"
+
+
+def table(found: list[dict]) -> str:
+    """A row a task, a column a length."""
+    cells = {(r["task"], r["length"]): shown(r) for r in found}
+    names, lengths = dict.fromkeys(r["task"] for r in found), sorted({r["length"] for r in found})
+    rows = [[name, *(cells.get((name, n), "") for n in lengths)] for name in names]
+    return records.aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
+
+
+def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
+    """Score by length, a panel a task, a curve a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot as plt
+
+    points = [r | {"run": run} for run, found in results.items() for r in found if r["n"]]
+    names, lengths = list(dict.fromkeys(r["task"] for r in points)), sorted({r["length"] for r in points})
+    rows = 1 + (len(names) > 4)
+    columns = -(-len(names) // rows)
+    figure = plt.figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
+    for place, name in enumerate(names, start=1):
+        axis = figure.add_subplot(rows, columns, place, title=name)
+        for run, (marker, line) in zip(results, records.STYLES * len(results), strict=False):
+            curve = [r for r in points if (r["task"], r["run"]) == (name, run)]
+            x, y = [r["length"] for r in curve], [100 * r["correct"] / r["n"] for r in curve]
+            bars = np.abs(100 * np.reshape([r["interval_95"] for r in curve], (-1, 2)).T - y)
+            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=records.name_of(run))
+        axis.axvline(points[0]["training_length"], color="grey", linewidth=1)
+        axis.set(xscale="log", ylim=(-4, 104))
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
+        axis.minorticks_off()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.supxlabel("length in tokens, answer included (grey: training length)", fontsize="medium")
+    figure.supylabel("expected values found (%)", fontsize="medium")
+    figure.suptitle(f"RULER, n = {points[0]['n']} a point, bars: 95% intervals")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    (cfg,), runs = configurator.parse([RulerConfig], sys.argv[1:], __doc__, positional="runs")
+    runs = records.distinct(runs)
+    with user_errors():
+        if cfg.tokenizer != "auto" and (runs or not cfg.dry_run):
+            raise ValueError("tokenizer is for --dry_run without a run; a run has its own")
+        if not runs and cfg.tokenizer == "auto":
+            raise ValueError("no run given; name run folders, such as out/ggd_bam_cpu, or --dry_run --tokenizer=gpt2")
+        pick_device(cfg.device)
+        essay = read_essay(cfg.haystack_file) if any(TASKS[name].haystack == "essay" for name in cfg.tasks) else []
+        loaded = (records.load_run(run, torch.device("cpu")) for run in runs)
+        checked = [(run.trained, run.enc) for run in loaded]  # all of them, before the first is tested
+        enc = checked[0][1] if checked else get_tokenizer(cfg.tokenizer)
+    lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]
+    if cfg.dry_run:
+        return show_prompts(enc, cfg, lengths, essay)
+    results: dict[str, list[dict]] = {run: [] for run in runs}
+    stopped = False
+    try:
+        for run in runs:
+            for record in evaluate(run, cfg, lengths, essay):
+                results[run].append(record)
+    except KeyboardInterrupt:
+        stopped = True
+        print("stopped; the cells that were done are in the records, --resume goes on behind them")
+    results = {run: found for run, found in results.items() if found}
+    for run, found in results.items():
+        print(f"{records.name_of(run)}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
+        print(table(found))
+        print(f"records in {records.folder_of(run) / 'ruler.jsonl'}")
+    if any(record["n"] for found in results.values() for record in found):
+        picture = records.folder_of(runs[0]) / "ruler.png"
+        draw_curves(results, picture)
+        print(f"saved {picture}")
+    if stopped:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    configurator.run(main)
