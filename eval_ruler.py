@@ -30,8 +30,8 @@ from tqdm import tqdm
 import configurator
 import records
 from configurator import user_errors
+from device import pick_device
 from eval_passkey import FILLERS, LONGEST, MULTIPLES, cell, cost
-from model import pick_device
 from streaming import generate, score
 from tokenizer import encode_document, get_tokenizer
 
