@@ -1,15 +1,20 @@
 import hashlib
+import itertools
 import json
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import prepare_fineweb
-from prepare_fineweb import PrepareConfig, prepare, read_shard, write_shard
+from prepare_fineweb import Place, PrepareConfig, prepare, read_shard, write_shard
 from tokenizer import EOT, get_tokenizer
 
 EOT_ID = 256  # of the byte tokenizer
@@ -33,7 +38,7 @@ def documents(tokens: np.ndarray) -> list[str]:
 @pytest.fixture(scope="module")
 def pydocs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "pydocs"
-    prepare(PrepareConfig(out_dir=str(folder)))
+    prepare(PrepareConfig(source="pydocs", out_dir=str(folder)))
     return folder
 
 
@@ -54,7 +59,7 @@ def write_jsonl(path: Path, texts: list) -> str:
 
 
 def small(folder: Path, *files: str, **options) -> PrepareConfig:
-    options = {"source": "files", "files": files, "out_dir": str(folder), "val_fraction": 0.2} | options
+    options = {"source": "files", "files": files, "out_dir": str(folder), "val_fraction": 0.2, "workers": 1} | options
     return PrepareConfig(**options)
 
 
@@ -127,7 +132,7 @@ def test_pydocs_validation_is_not_in_training(pydocs):
 
 
 def test_pydocs_is_the_same_every_time(pydocs, tmp_path):
-    prepare(PrepareConfig(out_dir=str(tmp_path / "pydocs")))
+    prepare(PrepareConfig(source="pydocs", out_dir=str(tmp_path / "pydocs")))
     assert load(tmp_path / "pydocs")[0] == load(pydocs)[0]
 
 
@@ -139,16 +144,17 @@ def test_pydocs_files(pydocs):
         "pydocs_train_000001.bin",
         "pydocs_val_000000.bin",
     }
+    expected = {"source": "pydocs", "tokenizer": "bytes", "vocab_size": 257, "eot": 256, "window": None}
+    expected |= {"train_tokens": len(train), "val_tokens": len(val)}
+    assert meta | expected == meta and meta["settings"]["seed"] == 1 and meta["settings"]["retrieval_fraction"] == 0
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in pydocs.glob("*.bin")}
-    expected = {"source": "pydocs", "tokenizer": "bytes", "vocab_size": 257, "eot": 256, "sha256": digests, "seed": 1}
-    expected |= {"train_tokens": len(train), "val_tokens": len(val), "window": None, "retrieval_fraction": 0.0}
-    assert meta | expected == meta
+    assert {name: shard["sha256"] for name, shard in meta["shards"].items()} == digests
 
 
 def test_a_python_without_topics_is_told(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(ValueError, match="ships without pydoc_data.topics"):
-        prepare(PrepareConfig(out_dir=str(tmp_path / "x")))
+        prepare(PrepareConfig(source="pydocs", out_dir=str(tmp_path / "x")))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,14 +190,16 @@ def test_fineweb_samples_agree(tmp_path):
     assert np.array_equal(shards[0][1], shards[1][1]) and np.array_equal(shards[0][2], shards[1][2])
 
 
-def test_hard_documents(tmp_path, texts, monkeypatch):
-    hard = ["", " \n ", f"one {EOT} two" * 50, "lone \ud800 surrogate" * 50, "\U0001f600" * 200]
-    monkeypatch.setattr(prepare_fineweb, "file_documents", lambda files: iter(hard + texts))
-    prepare(small(tmp_path / "x", "any.txt"))
+def test_hard_documents(tmp_path, texts):
+    """Blank, the marker as text, a lone surrogate, a pair, a long run of one character, line separators, no newline."""
+    hard = ["", " \n ", f"one {EOT} two", "lone \ud800.", "\ud83d\ude00", "a" * 50_000, "\u2028 \x85 \x0b z\r\n"]
+    path = write_jsonl(tmp_path / "a.jsonl", hard + texts)
+    Path(path).write_text("\n\n" + Path(path).read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
+    prepare(small(tmp_path / "x", path))
     meta, train, val = load(tmp_path / "x")
     found = documents(train) + documents(val)
-    assert meta["documents"] == len(found) == len(texts) + 3
-    assert {hard[2], "lone \ufffd surrogate" * 50, hard[4]} <= set(found)
+    kept = [hard[2], "lone \ufffd.", "\U0001f600", *hard[5:]]
+    assert sorted(found) == sorted(kept + texts) and meta["documents"] == len(found)
 
 
 def test_missing_values_are_skipped(tmp_path, texts):
@@ -207,6 +215,7 @@ def test_unusable_files_are_told(tmp_path):
         "column.jsonl": (b'{"body": "x"}\n', 'no strings in a column "text", only: body'),
         "numbers.jsonl": (b'{"text": 1}\n', 'no strings in a column "text"'),
         "broken.jsonl": (b'{"text": "x\n', "broken.jsonl cannot be read"),
+        "list.jsonl": (b"[1]\n", 'no strings in a column "text"'),
         "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
         "empty.jsonl": (b"", "0 document"),
         "short.txt": (b"too short", "1 document"),
@@ -249,7 +258,7 @@ def test_shards_are_cut_at_windows(tmp_path, jsonl):
 
 @pytest.mark.parametrize("tokens", [1024, 1025, 1050, 257])
 def test_cutting_shards_loses_no_window(tokens):
-    config = PrepareConfig(shard_tokens=2 * WINDOW)
+    config = PrepareConfig(source="pydocs", shard_tokens=2 * WINDOW)
     shards = prepare_fineweb.training_shards(np.arange(tokens), get_tokenizer("bytes"), config)
     windows = [(len(shard) - 1) // WINDOW for shard in shards]
     assert sum(windows) == (tokens - 1) // WINDOW and min(windows) > 0
@@ -270,7 +279,7 @@ def test_exercises_fill_whole_windows(tmp_path, jsonl, shard_tokens):
     exercises = [row for row in rows if row not in expected]
     assert len(rows) == stretches + round(stretches / 3) and len(exercises) == round(stretches / 3)
     assert all(row[0] == EOT_ID for row in exercises)
-    assert meta["window"] == WINDOW and meta["retrieval_fraction"] == 0.25
+    assert meta["window"] == WINDOW and meta["settings"]["retrieval_fraction"] == 0.25
     assert np.array_equal(val, whole_val), "the validation part stays pure text"
 
 
@@ -278,7 +287,7 @@ def test_seed_changes_the_shards(tmp_path, jsonl):
     digests = []
     for name, seed in [("x", 1), ("y/x", 1), ("z/x", 2)]:
         prepare(small(tmp_path / name, jsonl, seed=seed, retrieval_fraction=0.3))
-        digests.append(load(tmp_path / name)[0]["sha256"])
+        digests.append(load(tmp_path / name)[0]["shards"])
     assert digests[0] == digests[1] and digests[0]["x_val_000000.bin"] != digests[2]["x_val_000000.bin"]
 
 
