@@ -134,10 +134,11 @@ def read_texts(file: str, skip: int) -> Iterator[str]:
     rows = datasets.load_dataset(kind, data_files=glob.escape(file), split="train", streaming=True, **options)
     for row in rows.skip(skip):
         record = json.loads(row["text"].strip() or '{"text": ""}') if lines else row
-        if not isinstance(record, dict) or not isinstance(record.get("text", 0) or "", str):
+        text = record["text"] if isinstance(record, dict) and "text" in record else 0
+        if not isinstance(text, str | None):
             columns = f", only: {', '.join(record)}" if isinstance(record, dict) else ""
             raise ValueError(f'it has no strings in a column "text"{columns}')
-        yield record["text"] or ""  # a missing value reads as None
+        yield text or ""  # a missing value reads as None
 
 
 def read_documents(files: list[str], start: Place) -> Iterator[tuple[Place, str]]:
@@ -247,7 +248,7 @@ def check_disk(folder: Path, tokens: int) -> None:
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     needed, free = 2 * max(0, tokens), shutil.disk_usage(there).free
     if needed > free:
-        raise ValueError(f"{folder} needs {needed:,} bytes, {free:,} are free there: make room or change --out_dir")
+        raise ValueError(f"{folder} needs {needed:,} bytes, but {free:,} are free there: make room or change --out_dir")
     print(f"{needed:,} bytes to write in {folder}, {free:,} are free", flush=True)
 
 

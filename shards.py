@@ -122,5 +122,5 @@ def verify(folder: Path) -> None:
     if faults:
         raise ValueError(f"{len(faults)} of {len(names)} shards are bad: {'; '.join(faults)}")
     print(
-        f"{folder} is whole" if known else f"{folder} has no meta.json: sha256 unknown, ids below {GPT2_VOCABULARY:,}"
+        f"{folder} is whole" + (f"; without meta.json, GPT-2's {vocab_size:,} ids are assumed" if meta is None else "")
     )
