@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import signal
 import sys
 import threading
@@ -38,7 +37,18 @@ from tqdm import tqdm
 
 import configurator
 from pydocs import pydocs_documents
-from shards import UNFINISHED, read_meta, read_shard, refuse_strangers, replacing, verify, write_json, write_shard
+from shards import (
+    UNFINISHED,
+    check_disk,
+    read_meta,
+    read_shard,
+    refuse_strangers,
+    replacing,
+    shard_name,
+    verify,
+    write_json,
+    write_shard,
+)
 from tokenizer import encode_document, get_tokenizer
 
 PAUSES = (5, 20, 80, 320)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
@@ -216,11 +226,6 @@ def with_progress(
 # ---- the data folder: shards, and a plan that says which are finished
 
 
-def shard_name(folder: Path, i: int) -> str:
-    """The first is the validation."""
-    return f"{folder.resolve().name}_{'train' if i else 'val'}_{i:06d}.bin"
-
-
 def total(plan: dict, what: str) -> int:
     """Tokens or documents in all shards of a plan."""
     return sum(shard[what] for shard in plan["shards"].values())
@@ -241,15 +246,6 @@ def drop_shards(folder: Path, plan: dict, names: list[str]) -> None:
     for name in reversed(names):
         (folder / name).unlink(missing_ok=True)
         del plan["shards"][name]
-
-
-def check_disk(folder: Path, tokens: int) -> None:
-    """ValueError if so many tokens more do not fit."""
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    needed, free = 2 * max(0, tokens), shutil.disk_usage(there).free
-    if needed > free:
-        raise ValueError(f"{folder} needs {needed:,} bytes, but {free:,} are free there: make room or change --out_dir")
-    print(f"{needed:,} bytes to write in {folder}, {free:,} are free", flush=True)
 
 
 def settings_of(config: PrepareConfig) -> dict:
@@ -411,9 +407,12 @@ def new_plan(config: PrepareConfig) -> dict:
         files = [str(file) for file in found.get(config.split, ())]
         sizes = [] if config.max_tokens else [fs.size(path) for fs, path in map(url_to_fs, files)]
     except Exception as error:  # datasets, huggingface_hub and the HTTP libraries have their own kinds
-        raise ValueError(f"{config.dataset} cannot be opened: {error}") from error
+        advice = "check its name, --subset and the network, or use --source=pydocs, which needs no download"
+        raise ValueError(f"{config.dataset} cannot be opened: {error}; {advice}") from error
     if not files:
         raise ValueError(f"{config.dataset} has no split {config.split}, only: {', '.join(map(str, found))}")
+    if strange := [file for file in files if not file.endswith((".jsonl", ".parquet"))]:
+        raise ValueError(f"{strange[0]} has an unknown suffix: expected .jsonl or .parquet")
     return {
         "settings": settings_of(config),
         "files": files,
@@ -443,7 +442,8 @@ def prepare_hub(config: PrepareConfig, plan: dict) -> dict:
     plan = plan or new_plan(config)
     whole = whole_shards(folder, plan)
     drop_shards(folder, plan, list(plan["shards"])[len(whole) :])
-    refuse_strangers(folder, {*whole, shard_name(folder, len(whole))})
+    begun = {shard_name(folder, len(whole))} if (folder / UNFINISHED).exists() else set()
+    refuse_strangers(folder, begun | set(whole))
     check_disk(folder, plan["expected_tokens"] - total(plan, "tokens"))
     stream(config, plan)
     if not plan["shards"]:
@@ -461,7 +461,8 @@ def prepare(config: PrepareConfig) -> None:
     """Prepare one data set, unless it is there already."""
     started, folder = time.time(), Path(config.out_dir)
     notes = earlier_run(config)
-    if "train_tokens" in notes and notes.get("shards") and len(whole_shards(folder, notes)) == len(notes["shards"]):
+    finished = {} if (folder / UNFINISHED).exists() else notes.get("shards", {})
+    if finished and len(whole_shards(folder, notes)) == len(finished):
         print(f"{folder} is already prepared with these settings: nothing to do")
         return
     get_tokenizer(config.tokenizer)  # it may be missing, and that is better said at once

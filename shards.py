@@ -8,6 +8,7 @@ A shard is a header of 256 int32 (magic number, version, token count), then uint
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,10 +69,24 @@ def read_shard(path: str | os.PathLike) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
+def shard_name(folder: Path, i: int) -> str:
+    """Name of the i-th shard of a folder; the first is the validation."""
+    return f"{folder.resolve().name}_{'train' if i else 'val'}_{i:06d}.bin"
+
+
 def refuse_strangers(folder: Path, names: set[str]) -> None:
     """ValueError if the folder holds other shards than these, since train.py would read them too."""
     if strangers := sorted({path.name for path in folder.glob("*.bin")} - names):
         raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: remove it or change --out_dir")
+
+
+def check_disk(folder: Path, tokens: int) -> None:
+    """ValueError if so many tokens more do not fit."""
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    needed, free = 2 * max(0, tokens), shutil.disk_usage(there).free
+    if needed > free:
+        raise ValueError(f"{folder} needs {needed:,} bytes, but {free:,} are free there: make room or change --out_dir")
+    print(f"{needed:,} bytes to write in {folder}, {free:,} are free", flush=True)
 
 
 def read_meta(folder: str | os.PathLike) -> dict | None:

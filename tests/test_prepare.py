@@ -536,6 +536,23 @@ def test_damaged_and_lost_shards_are_made_again_and_no_other(tmp_path, data_set,
     assert all((tmp_path / "x" / name).stat().st_mtime_ns == times[name] for name in kept)
 
 
+def test_a_repair_that_was_killed_is_not_taken_for_finished(tmp_path, data_set, monkeypatch):
+    whole = prepare_hub(data_set, tmp_path / "x")
+    (tmp_path / "x/x_train_000002.bin").unlink()
+    (tmp_path / "x/x_train_000004.bin").unlink()
+    write, count = prepare_fineweb.write_shard, itertools.count()
+
+    def write_shard(path, tokens):
+        if next(count) == 1:
+            raise Killed
+        return write(path, tokens)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(prepare_fineweb, "write_shard", write_shard)
+        prepare_hub(data_set, tmp_path / "x")
+    assert prepare_hub(data_set, tmp_path / "x") == whole
+
+
 def test_an_unfinished_data_set_is_not_mixed_with_another(tmp_path, data_set, jsonl, monkeypatch):
     monkeypatch.setattr(prepare_fineweb, "finish", lambda *args: (_ for _ in ()).throw(Killed))
     with pytest.raises(Killed):
@@ -599,6 +616,8 @@ def test_unusable_data_sets_are_told_and_leave_nothing(tmp_path, data_set, monke
     (tmp_path / "body/a.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
     (tmp_path / "blank").mkdir()
     write_jsonl(tmp_path / "blank/a.jsonl", ["", " \n"])
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table/a.csv").write_text("text\nx\n", encoding="utf-8")
     cases = [
         (tmp_path / "absent", {}, "absent cannot be opened: "),
         (data_set, {"subset": "nope"}, "set cannot be opened: .*nope.* not found. Available"),
@@ -609,6 +628,7 @@ def test_unusable_data_sets_are_told_and_leave_nothing(tmp_path, data_set, monke
             'body/a.jsonl cannot be read at row 0: it has no strings in a column "text", only: body$',
         ),
         (tmp_path / "blank", {}, "blank has no text in its split train"),
+        (tmp_path / "table", {}, "table/a.csv has an unknown suffix: expected .jsonl or .parquet"),
     ]
     for folder, options, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -630,9 +650,11 @@ def test_too_little_disk_is_told_before_anything_is_written(tmp_path, data_set, 
 
 def test_shards_of_others_are_refused_before_they_are_mixed(tmp_path, data_set):
     (tmp_path / "x").mkdir()
-    write_shard(tmp_path / "x/x_train_000001.bin", np.arange(9))
-    with pytest.raises(ValueError, match="x_train_000001.bin, which is not of this run"):
-        prepare_hub(data_set, tmp_path / "x")
+    for name in ("x_train_000001.bin", "x_val_000000.bin"):
+        write_shard(tmp_path / "x" / name, np.arange(9))
+        with pytest.raises(ValueError, match=f"{name}, which is not of this run"):
+            prepare_hub(data_set, tmp_path / "x")
+        (tmp_path / "x" / name).unlink()
 
 
 @pytest.mark.slow
