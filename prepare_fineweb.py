@@ -1,158 +1,317 @@
 """
 Text to token shards that train.py reads.
 
-python prepare_fineweb.py                                        # the documentation inside this Python: no download
-python prepare_fineweb.py --retrieval_fraction=0.3 --window=256  # the same with retrieval exercises mixed in
+python prepare_fineweb.py                                        # FineWeb sample-10BT from the hub, 21 GB of tokens
+python prepare_fineweb.py --source=pydocs                        # the documentation inside this Python: no download
+python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.3 --window=256  # and retrieval exercises mixed in
 python prepare_fineweb.py --source=files --files=a.txt,b.jsonl --tokenizer=gpt2 --out_dir=data/mine
+python prepare_fineweb.py --check data/fineweb10B                # is this folder whole?
 
-A source is an iterator of document texts. Shards are llm.c's: 256 int32 of header, then uint16 tokens, every document
-begun by <|endoftext|>. meta.json is written last: a folder that has it is complete.
+The hub's text is streamed and its shards are written one by one: a run that was killed goes on after the last of them.
+The other sources are held in memory, to be shuffled. Shards are llm.c's: 256 int32 of header, then uint16 tokens, every
+document begun by <|endoftext|>. meta.json is written last: a folder that has it is complete.
 """
 
-import ast
-import hashlib
-import importlib
+import glob
+import itertools
 import json
+import multiprocessing
 import os
 import platform
-import re
+import signal
 import sys
-import sysconfig
+import threading
 import time
-import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tiktoken
+from tqdm import tqdm
 
 import configurator
-from tokenizer import EOT, encode_document, get_tokenizer
+from pydocs import pydocs_documents
+from shards import (
+    UNFINISHED,
+    check_disk,
+    read_meta,
+    read_shard,
+    refuse_strangers,
+    replacing,
+    shard_name,
+    verify,
+    write_json,
+    write_shard,
+)
+from tokenizer import encode_document, get_tokenizer
 
-MAGIC, VERSION = 20240520, 1  # llm.c's
-HEADER_INTS, HEADER_BYTES = 256, 1024
-UNFINISHED = "UNFINISHED"  # a file of this name is in the folder while it is being written
+PAUSES = (5, 20, 80, 320)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
+BATCH = 64  # documents that a worker tokenises at once
+TOKENS_PER_BYTE = {"gpt2": 0.34, "bytes": 1.6}  # of parquet: sample-10BT has 30.7 GB, 10.4e9 GPT-2 tokens
+BAR = "{n_fmt} of {total_fmt} tokens, {rate_fmt}, {elapsed} so far, {remaining} left{postfix}"  # of tqdm
 
-# tests are no documentation; the others are not CPython's own, or are absent from some builds
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "_bundled"}
+# options that decide the shards' content
+SETTINGS = ("source", "tokenizer", "shard_tokens", "val_fraction")
+HUB_SETTINGS = (*SETTINGS, "dataset", "subset", "split", "max_tokens")
+MEMORY_SETTINGS = (*SETTINGS, "files", "retrieval_fraction", "window", "seed")
 
 
 @dataclass
 class PrepareConfig:
-    source: Literal["pydocs", "files"] = "pydocs"  # where the text comes from: this Python's documentation, or --files
+    source: Literal["hub", "pydocs", "files"] = "hub"  # where the text comes from: a data set of the Hugging Face hub,
+    # this Python's documentation, or --files
+    dataset: str = "HuggingFaceFW/fineweb"  # hub: its name, or a folder; .parquet or .jsonl with a column "text"
+    subset: str = "sample-10BT"  # hub: the subset of the data set; empty: its default
+    split: str = "train"  # hub: the split of the data set, validation is taken from it too
+    max_tokens: int = 0  # hub: stop after so many tokens, validation included; 0: all
     files: tuple[str, ...] = ()  # for source=files: .txt (one document each), .jsonl and .parquet (a column "text")
-    tokenizer: Literal["bytes", "gpt2"] = "bytes"  # bytes needs no download
-    out_dir: str = "data/pydocs"  # where the shards go; its last part is the data set's name
-    shard_tokens: int = 100_000_000  # tokens in a training shard, at most (cut at a whole window)
-    val_fraction: float = 0.05  # part of the tokens held out for validation, in whole documents
-    retrieval_fraction: float = 0.0  # part of the training windows that are retrieval exercises
+    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # auto: gpt2 for the hub, otherwise bytes (no download)
+    out_dir: str = "auto"  # where the shards go; its last part is the data set's name; auto: data/fineweb10B for the
+    # hub, otherwise data/SOURCE
+    shard_tokens: int = 100_000_000  # tokens in a shard, at most; except from the hub, cut at a whole window
+    val_fraction: float = 0.05  # part of the tokens held out for validation, in whole documents; hub: the first ones,
+    # at most a shard
+    retrieval_fraction: float = 0.0  # part of the training windows that are retrieval exercises; not for the hub
     window: int = 256  # training length: exercises are packed for this block_size
-    seed: int = 1  # chooses the validation documents, the exercises and the order of packed windows
+    seed: int = 1  # chooses the validation documents, the exercises and the order of packed windows; not for the hub
+    workers: int = 0  # processes that tokenise, without effect on the result; 0: one a CPU for the hub, otherwise 1
+    check: str = ""  # a folder to verify, instead of preparing: headers, token counts, ids, sha256
 
     def __post_init__(self):
+        hub = self.source == "hub"
+        if self.tokenizer == "auto":
+            self.tokenizer = "gpt2" if hub else "bytes"
+        if self.out_dir == "auto":
+            self.out_dir = "data/fineweb10B" if hub else f"data/{self.source}"
+        if self.workers == 0:
+            self.workers = (os.cpu_count() or 1) if hub else 1
         clear = all(part not in Path(self.out_dir).resolve().name for part in ("train_", "val_"))
         rules = [
             ("out_dir", clear, 'a last part without "train_" and "val_", by which train.py tells shards apart'),
             ("files", bool(self.files) == (self.source == "files"), "file names with --source=files, and only then"),
             ("val_fraction", 0 < self.val_fraction < 1, "above 0, below 1"),
             ("retrieval_fraction", 0 <= self.retrieval_fraction <= 0.99, "0 to 0.99"),
+            ("retrieval_fraction", not (hub and self.retrieval_fraction), "0 unless --source is pydocs or files"),
             ("window", self.window > 1, "2 tokens or more"),
-            ("shard_tokens", self.shard_tokens > self.window, "more than a window"),
+            ("shard_tokens", self.window < self.shard_tokens < 2**31 - 1, "more than a window, less than 2**31 - 1"),
+            ("max_tokens", self.max_tokens >= 0, "0 or more"),
+            ("max_tokens", hub or self.max_tokens == 0, "0 unless --source=hub"),
             ("seed", self.seed >= 0, "0 or more"),
+            ("workers", self.workers > 0, "0 or more"),
         ]
         for field, holds, wanted in rules:
             if not holds:
                 raise ValueError(f"{field} is {getattr(self, field)!r}: expected {wanted}")
 
 
+class Place(NamedTuple):
+    """A place in a source: file and row of a document, and how many of its tokens come before."""
+
+    file: int
+    row: int
+    offset: int = 0
+
+
 # ---- sources: iterators of document texts
 
 
-def pydocs_documents() -> Iterator[str]:
-    """The language reference's topics, then for each file of the standard library its docstrings."""
-    try:
-        topics = importlib.import_module("pydoc_data.topics").topics  # a module of data: nothing else runs
-    except ImportError as error:
-        raise ValueError(f"{sys.executable} ships without pydoc_data.topics: use another Python") from error
-    for name in sorted(topics):
-        yield topics[name]
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and (texts := docstrings(path)):
-            yield "\n\n".join(texts)
-
-
-def docstrings(path: Path) -> list[str]:
-    """Docstrings of the file's module, classes and functions, in the order of the lines. Nothing is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes such as "\d" warn when parsed
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # a file that is broken on purpose
-            return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    return [text for node in nodes if (text := ast.get_docstring(node))]
-
-
-def file_documents(files: Iterable[str]) -> Iterator[str]:
-    """Documents of local files, all checked before the first is read."""
-    paths = [Path(name) for name in files]
-    for path in paths:
+def local_files(names: Iterable[str]) -> list[str]:
+    """The paths of --files, all checked before the first is read."""
+    for path in map(Path, names):
         if not path.is_file():
             raise ValueError(f"no file {path}")
         if path.suffix not in (".txt", ".jsonl", ".parquet"):
             raise ValueError(f"{path} has an unknown suffix: expected .txt, .jsonl or .parquet")
-    for path in paths:
+    return [str(Path(name).resolve()) for name in names]
+
+
+def read_texts(file: str, skip: int) -> Iterator[str]:
+    """The texts of a file, local or on the hub, from row `skip` on, a few of them in memory at a time."""
+    if file.endswith(".txt"):
+        yield from [Path(file).read_text(encoding="utf-8-sig")][skip:]
+        return
+    import datasets  # slow, and most runs need no part of it
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become a sentence of ours
+    lines = file.endswith(".jsonl")  # as text, since Arrow's JSON reader gives up at a lone surrogate
+    kind, options = ("text", {}) if lines else ("parquet", {"columns": ["text"]})
+    rows = datasets.load_dataset(kind, data_files=glob.escape(file), split="train", streaming=True, **options)
+    for row in rows.skip(skip):
+        record = json.loads(row["text"].strip() or '{"text": ""}') if lines else row
+        text = record["text"] if isinstance(record, dict) and "text" in record else 0
+        if not isinstance(text, str | None):
+            columns = f", only: {', '.join(record)}" if isinstance(record, dict) else ""
+            raise ValueError(f'it has no strings in a column "text"{columns}')
+        yield text or ""  # a missing value reads as None
+
+
+def read_documents(files: list[str], start: Place) -> Iterator[tuple[Place, str]]:
+    """The documents of all files from `start` on. A file on the hub that fails is opened again, after growing pauses,
+    at the row where it failed."""
+    (file, row, _), tries = start, 0
+    while file < len(files):
         try:
-            yield from [path.read_text(encoding="utf-8-sig")] if path.suffix == ".txt" else read_rows(path)
-        except Exception as error:  # datasets and pyarrow have their own kinds
-            raise ValueError(f"{path} cannot be read: {error}") from error
+            for text in read_texts(files[file], row):
+                yield Place(file, row), text
+                row, tries = row + 1, 0
+            file, row = file + 1, 0
+        except Exception as error:  # datasets, pyarrow and the HTTP libraries have their own kinds
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            network = "://" in files[file] and (isinstance(error, OSError) or not isinstance(error, ValueError))
+            if not network or tries == len(PAUSES):
+                raise ValueError(f"{files[file]} cannot be read at row {row:,}: {reason}") from error
+            tqdm.write(f"{files[file]}: {reason}; trying again in {PAUSES[tries]} s", file=sys.stderr)
+            time.sleep(PAUSES[tries])
+            tries += 1
 
 
-def read_rows(path: Path) -> Iterator[str]:
-    """The column "text" of a .jsonl or .parquet file, a few rows in memory at a time."""
-    from datasets import load_dataset  # slow to import, and most runs need no part of it
-
-    if path.stat().st_size == 0:
-        return  # datasets would raise StopIteration
-    kind = "json" if path.suffix == ".jsonl" else "parquet"
-    for row in load_dataset(kind, data_files=str(path.resolve()), split="train", streaming=True):
-        if "text" not in row or not isinstance(row["text"] or "", str):
-            raise ValueError(f'it has no strings in a column "text", only: {", ".join(row)}')
-        yield row["text"] or ""  # a missing value reads as None
+# ---- documents to tokens
 
 
-# ---- documents to two streams of tokens
+def encode_batch(tokenizer: str, documents: list[tuple[Place, str]]) -> list[tuple[Place, np.ndarray]]:
+    """uint16 ids of each document; none of a blank one."""
+    enc = get_tokenizer(tokenizer)
+    assert enc.n_vocab <= 2**16, f"{tokenizer} has {enc.n_vocab:,} ids, more than uint16 can tell apart"
+    ids = (encode_document(enc, text) if text.strip() else [] for _, text in documents)
+    return [(place, np.array(i, dtype=np.uint16)) for (place, _), i in zip(documents, ids, strict=True)]
 
 
-def encode_all(texts: Iterable[str], enc: tiktoken.Encoding) -> list[np.ndarray]:
-    """uint16 tokens of every document that is not blank."""
-    if enc.n_vocab > 2**16:
-        raise ValueError(f"{enc.name} has {enc.n_vocab:,} token ids, but the uint16 of a shard holds only 65,536")
-    documents, started = [], time.time()
-    shown = started
-    for text in texts:
-        if text.strip():
-            documents.append(np.array(encode_document(enc, text), dtype=np.uint16))
-        if time.time() - shown > 2:
-            shown = time.time()
-            print(f"  {len(documents):,} documents in {shown - started:.0f} s", flush=True)
-    tokens = sum(map(len, documents))
-    print(f"read {len(documents):,} documents, {tokens:,} tokens: {2 * tokens / 1e6:.1f} MB")
-    return documents
+def start_worker() -> None:
+    """A worker leaves Ctrl-C to the main process, and ends when the main process was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def tokenize(documents: Iterable[tuple[Place, str]], config: PrepareConfig) -> Iterator[tuple[Place, np.ndarray]]:
+    """The ids of every document, in the documents' order whatever the number of workers."""
+    documents = iter(documents)
+    batches = iter(lambda: list(itertools.islice(documents, BATCH)), [])
+    if config.workers == 1:
+        for batch in batches:
+            yield from encode_batch(config.tokenizer, batch)
+        return
+    pool = ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn"), start_worker)
+    waiting: deque = deque()  # two batches a worker, so that memory stays bounded
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(encode_batch, config.tokenizer, batch))
+            if len(waiting) > 2 * config.workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise ValueError("a worker process died; if memory was short, use fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def with_progress(
+    documents: Iterable[tuple[Place, np.ndarray]], done: int = 0, expected: int | None = None
+) -> Iterator[tuple[Place, np.ndarray]]:
+    """The same documents, and a line with tokens, tokens a second, gigabytes and time left."""
+    with tqdm(initial=done, total=expected, unit=" tokens", unit_scale=True, mininterval=1, bar_format=BAR) as bar:
+        for place, ids in documents:
+            yield place, ids
+            bar.set_postfix_str(f"{2 * bar.n / 1e9:.2f} GB", refresh=False)
+            bar.update(len(ids))
+
+
+# ---- the data folder: shards, and a plan that says which are finished
+
+
+def total(plan: dict, what: str) -> int:
+    """Tokens or documents in all shards of a plan."""
+    return sum(shard[what] for shard in plan["shards"].values())
+
+
+def whole_shards(folder: Path, plan: dict) -> list[str]:
+    """Names of the plan's shards before the first that is damaged or missing."""
+    names: list[str] = []
+    with suppress(ValueError, OSError):
+        for name in plan["shards"]:
+            read_shard(folder / name)
+            names.append(name)
+    return names
+
+
+def drop_shards(folder: Path, plan: dict, names: list[str]) -> None:
+    """Remove the last shards, the very last one first: at every moment the others are a whole beginning."""
+    for name in reversed(names):
+        (folder / name).unlink(missing_ok=True)
+        del plan["shards"][name]
+
+
+def settings_of(config: PrepareConfig) -> dict:
+    """What decides the shards' content, as it reads back from JSON; a file counts by its name and size."""
+    files = [f"{Path(name).name}, {Path(name).stat().st_size:,} bytes" for name in config.files if Path(name).is_file()]
+    values = asdict(config) | {"files": files}
+    return {key: values[key] for key in (HUB_SETTINGS if config.source == "hub" else MEMORY_SETTINGS)}
+
+
+def earlier_run(config: PrepareConfig) -> dict:
+    """What out_dir holds: meta.json, or the plan of an unfinished run, or {}. Another data set there is an error."""
+    folder, notes = Path(config.out_dir), {}
+    if (folder / UNFINISHED).exists():
+        with suppress(ValueError):
+            notes = json.loads((folder / UNFINISHED).read_text(encoding="utf-8"))
+    else:
+        notes = read_meta(folder) or {}
+    if not notes or not notes.get("shards", True):  # without a shard nothing would be lost
+        return {}
+    there, wanted = notes.get("settings") or {}, settings_of(config)
+    changes = [f"{key}={there.get(key)} (now {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
+    if changes:
+        raise ValueError(f"{folder} was prepared with {', '.join(changes)}: choose another --out_dir or delete it")
+    return notes
+
+
+def write_shards(config: PrepareConfig, plan: dict, pieces: Iterable[tuple[np.ndarray, Place | None]]) -> None:
+    """Write each piece as a shard, then note it and the place behind it in the plan, which is kept as UNFINISHED."""
+    folder, eot = Path(config.out_dir), get_tokenizer(config.tokenizer).eot_token
+    for tokens, after in pieces:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / UNFINISHED, plan)
+        name = shard_name(folder, len(plan["shards"]))
+        digest, documents = write_shard(folder / name, tokens), int((tokens == eot).sum())
+        plan["shards"][name] = {"tokens": len(tokens), "documents": documents, "sha256": digest, "next": after}
+        write_json(folder / UNFINISHED, plan)
+
+
+def finish(config: PrepareConfig, plan: dict, documents: int) -> dict:
+    """Write meta.json: the folder is complete. Returns what is in it."""
+    folder, enc = Path(config.out_dir), get_tokenizer(config.tokenizer)
+    val, *train = (shard["tokens"] for shard in plan["shards"].values())
+    meta = {
+        "source": config.source,
+        "tokenizer": config.tokenizer,
+        "window": config.window if config.retrieval_fraction else None,
+        "vocab_size": enc.n_vocab,
+        "eot": enc.eot_token,
+        "documents": documents,
+        "train_tokens": sum(train),
+        "val_tokens": val,
+        "python": platform.python_version(),  # its documentation differs between versions
+    }
+    meta |= plan
+    write_json(folder / "meta.json", meta)
+    (folder / UNFINISHED).unlink()
+    return meta
+
+
+# ---- sources in memory: validation documents drawn from all, exercises
 
 
 def choose_validation(lengths: list[int], fraction: float, seed: int) -> set[int]:
     """The documents held out: the first of a shuffle, which has long and short ones of every kind."""
-    if fraction == 0:
-        return set()
     if len(lengths) < 2:
-        raise ValueError(f"{len(lengths)} document(s): none can be held out whole, add files or use --val_fraction=0")
+        raise ValueError(f"{len(lengths)} document(s): none can be held out whole, add files")
     wanted, held, chosen = fraction * sum(lengths), 0, set()
     for i in np.random.default_rng([seed, 0]).permutation(len(lengths)).tolist():
         if held < wanted and held + lengths[i] <= 2 * wanted:  # one huge document must not take the training part
@@ -164,243 +323,166 @@ def choose_validation(lengths: list[int], fraction: float, seed: int) -> set[int
 def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarray, np.ndarray]:
     """Training and validation tokens, each at least one window and its last target."""
     held = choose_validation([len(document) for document in documents], config.val_fraction, config.seed)
-    nothing = np.zeros(0, dtype=np.uint16)  # np.concatenate refuses an empty list
-    train = np.concatenate([nothing, *(document for i, document in enumerate(documents) if i not in held)])
-    val = np.concatenate([nothing, *(documents[i] for i in sorted(held))])
-    for name, part in [("training", train)] + [("validation", val)] * bool(held):
+    train = np.concatenate([document for i, document in enumerate(documents) if i not in held])
+    val = np.concatenate([documents[i] for i in sorted(held)])
+    for name, part in (("training", train), ("validation", val)):
         if len(part) <= config.window:
             size = f"{len(part):,} tokens, less than a window of {config.window:,} and its last target"
             raise ValueError(f"the {name} part has {size}: add text, or change --val_fraction or --window")
     return train, val
 
 
-# ---- retrieval exercises
-
-
-# Besides the passkey's own wording, so that a model learns to look for what is asked and not for one sentence.
-EXERCISE_NEEDLES = (
-    "The {name} is {key}. Remember it. {key} is the {name}.",
-    "Note that the {name} is {key}.",
-    "Do not forget: the {name} is {key}.",
-    "From today on the {name} is {key}, and no other.",
-    "You will need this later: the {name} is {key}. Write down {key}.",
-)
-EXERCISE_QUESTIONS = (
-    "What is the {name}?",
-    "Tell me the {name}.",
-    "Now say the {name}.",
-    "Do you know the {name}?",
-    "I forgot the {name}.",
-    "Please find the {name}.",
-    "Can you name the {name}?",
-    "How does the {name} read?",
-)
-EXERCISE_ANSWER = " The {name} is"
-EXERCISE_PASSKEYS = 0.4  # share of the exercises that have the passkey's own wording
-EXERCISE_PAIRS = 0.4  # share of the exercise windows that hold two short ones, if they fit, instead of a long one
-HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
-
-
-def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, words: list[str]) -> dict:
-    """Arguments of passkey_prompt but for the length: some have the passkey's own wording, the others ask for a name of
-    two random words of the corpus; half have the passkey's own filler, the others are hidden in corpus text."""
-    from eval_passkey import FILLERS, WORDINGS, Wording  # the test's own texts, so that the two cannot drift apart
-
-    name = " ".join(words[rng.integers(len(words))] for _ in range(2))
-    needle = EXERCISE_NEEDLES[rng.integers(len(EXERCISE_NEEDLES))]
-    question = EXERCISE_QUESTIONS[rng.integers(len(EXERCISE_QUESTIONS))] + EXERCISE_ANSWER
-    wording = Wording(needle.replace("{name}", name), question.replace("{name}", name))
-    begin = int(rng.integers(max(1, len(corpus_text) - 8 * window)))
-    return {
-        "depth": rng.random(),
-        "key": int(rng.integers(10_000, 100_000)),
-        "wording": WORDINGS["passkey"] if rng.random() < EXERCISE_PASSKEYS else wording,
-        "filler": FILLERS["passkey"] if rng.random() < 0.5 else corpus_text[begin : begin + 8 * window],
-    }
-
-
-def exercise_windows(
-    rng: np.random.Generator, count: int, window: int, enc: tiktoken.Encoding, corpus_text: str
-) -> Iterator[list[int]]:
-    """`count` lists of `window` ids, each filled exactly by one long retrieval exercise or by two short ones.
-
-    An exercise is a document in the form of the passkey test: filler, needle, filler, question, answer.
-    """
-    from eval_passkey import passkey_prompt, shortest_prompt
-
-    words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", corpus_text)) - HELD_OUT_WORDS)
-    for _ in range(count):
-        most = 2 if rng.random() < EXERCISE_PAIRS else 1
-        chosen, room = [], window
-        while len(chosen) < most:
-            one = random_exercise(rng, window, corpus_text, words)
-            shortest = shortest_prompt(enc, one["key"], one["wording"])
-            if shortest > room:
-                break
-            chosen.append((shortest, one))
-            room -= shortest
-        if not chosen:
-            raise ValueError(
-                f"a window of {window} tokens cannot hold an exercise of {shortest}; set a larger --window"
-            )
-        shares = rng.multinomial(room, [1 / len(chosen)] * len(chosen)).tolist()  # the room that is left, for filler
-        lengths = [shortest + share for (shortest, _), share in zip(chosen, shares, strict=True)]
-        prompts = [passkey_prompt(enc, n, **one) for n, (_, one) in zip(lengths, chosen, strict=True)]
-        yield [token for prompt in prompts for token in prompt.tokens]
-
-
-def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig) -> np.ndarray:
-    """Whole windows in random order: retrieval_fraction of them are exercises, the others cut the corpus in a row."""
-    window, fraction = config.window, config.retrieval_fraction
-    stretches = -(-len(corpus) // window)  # rounded up, so that the last tokens are in it
-    exercises = round(stretches * fraction / (1 - fraction))
-    rng = np.random.default_rng([config.seed, 1])
-    rows = np.empty((stretches + exercises, window), dtype=np.uint16)
-    rows[:stretches] = np.resize(corpus, (stretches, window))  # np.resize begins again at the end
-    text = enc.decode(corpus.tolist()).replace(EOT, "\n\n")
-    for i, ids in enumerate(exercise_windows(rng, exercises, window, enc, text), start=stretches):
-        assert len(ids) == window and ids[0] == enc.eot_token, f"got {len(ids)} ids from {ids[:1]}, expected {window}"
-        rows[i] = ids
-    print(f"packed {stretches:,} windows of text and {exercises:,} retrieval exercises")
-    return np.append(rows[rng.permutation(len(rows))], np.uint16(enc.eot_token))  # the last window's last target
-
-
 def training_shards(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig) -> list[np.ndarray]:
     """The training tokens in pieces of shard_tokens, each cut at a whole window. The token behind a piece is in it too:
     (N - 1) // T windows are read of N tokens, since the last input needs a target."""
-    tokens = pack_windows(corpus, enc, config) if config.retrieval_fraction else corpus
+    if config.retrieval_fraction:
+        from exercises import pack_windows  # needs torch, as the passkey test does
+
+        corpus = pack_windows(corpus, enc, config.window, config.retrieval_fraction, config.seed)
     step = config.shard_tokens // config.window * config.window
-    return [tokens[at : at + step + 1] for at in range(0, max(1, len(tokens) - config.window), step)]
+    return [corpus[at : at + step + 1] for at in range(0, max(1, len(corpus) - config.window), step)]
 
 
-# ---- files
-
-
-@contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A temporary file that becomes `path` when the block ends well and vanishes when it does not."""
-    temporary = Path(f"{os.fspath(path)}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
-    """Write one shard, whole or not at all."""
-    if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= 2**16 or len(tokens) >= 2**31:
-        raise ValueError(f"{path}: a shard holds 1 to 2**31 - 1 token ids from 0 to 65,535")
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    with replacing(path) as file:
-        file.write(header.tobytes())
-        file.write(np.asarray(tokens, dtype="<u2").data)
-
-
-def read_shard(path: str | os.PathLike) -> np.ndarray:
-    """The tokens of a shard as a read-only memory map of uint16, its header checked."""
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    if len(header) < HEADER_INTS or header[0] != MAGIC:
-        raise ValueError(f"{path} is not a token shard: it does not begin with the magic number {MAGIC}")
-    if header[1] != VERSION:
-        raise ValueError(f"{path} is a shard of version {header[1]}: expected version {VERSION} (uint16 tokens)")
-    count, held = int(header[2]), (os.path.getsize(path) - HEADER_BYTES) // 2
-    if count < 1 or held < count:
-        raise ValueError(f"{path} is damaged: its header says {count:,} tokens, it holds {held:,}; prepare it again")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
-
-
-def settings_of(config: PrepareConfig) -> dict:
-    """What decides the shards' content, as it reads back from JSON; a file counts by its name and size."""
-    files = [f"{Path(name).name}, {Path(name).stat().st_size:,} bytes" for name in config.files if Path(name).is_file()]
-    return {key: value for key, value in (asdict(config) | {"files": files}).items() if key != "out_dir"}
-
-
-def read_meta(folder: str | os.PathLike) -> dict | None:
-    """meta.json of a data folder; None if there is none. ValueError if it is damaged or preparation was cut short."""
-    path = Path(folder) / "meta.json"
-    if (Path(folder) / UNFINISHED).exists():
-        raise ValueError(f"the preparation of {folder} was cut short; start prepare_fineweb.py again with its options")
-    if not path.exists():
-        return None
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        return meta | {"tokenizer": str(meta["tokenizer"]), "window": meta["window"] and int(meta["window"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged; prepare this data again, in another folder") from error
-
-
-def already_prepared(config: PrepareConfig) -> bool:
-    """True when out_dir is complete with the same settings; another data set there is an error."""
-    folder = Path(config.out_dir)
-    meta = None if (folder / UNFINISHED).exists() else read_meta(folder)
-    if meta is None:
-        return False
-    there, wanted = meta.get("settings") or {}, settings_of(config)
-    changes = [f"{key}={there.get(key)} (now {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
-    if changes:
-        raise ValueError(f"{folder} was prepared with {', '.join(changes)}: choose another --out_dir or delete it")
-    tokens = 0
-    for name in meta["sha256"]:  # a shard that is lost or cut is made again
-        with suppress(ValueError, OSError):
-            tokens += len(read_shard(folder / name))
-    return tokens == meta["train_tokens"] + meta["val_tokens"]
-
-
-def write_all(config: PrepareConfig, shards: dict[str, np.ndarray], meta: dict, text: str | None) -> None:
-    """Write the shards, the plain text where there is one, and at last meta.json."""
-    folder = Path(config.out_dir)
-    strangers = sorted({path.name for path in folder.glob("*.bin")} - set(shards))
-    if strangers:  # train.py would read it too
-        raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: remove it or change --out_dir")
-    configurator.check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / UNFINISHED).touch()
-    for name, tokens in shards.items():
-        write_shard(folder / name, tokens)
-    if text is not None:
+def prepare_in_memory(config: PrepareConfig) -> dict:
+    """Read, split, pack and write one data set."""
+    folder, enc = Path(config.out_dir), get_tokenizer(config.tokenizer)
+    pydocs = list(pydocs_documents()) if config.source == "pydocs" else []
+    texts = ((Place(0, i), text) for i, text in enumerate(pydocs))
+    if config.source == "files":
+        texts = read_documents(local_files(config.files), Place(0, 0))
+    documents = [ids for _, ids in with_progress(tokenize(texts, config)) if len(ids)]
+    corpus, val = split(documents, config)
+    pieces = [val, *training_shards(corpus, enc, config)]
+    refuse_strangers(folder, {shard_name(folder, i) for i in range(len(pieces))})
+    check_disk(folder, sum(map(len, pieces)))
+    write_shards(config, plan := {"settings": settings_of(config), "shards": {}}, ((piece, None) for piece in pieces))
+    if pydocs:
         with replacing(folder / "pydocs.txt") as file:
-            file.write(text.encode("utf-8", "replace"))
-    meta["sha256"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in shards}
-    with replacing(folder / "meta.json") as file:
-        file.write(json.dumps(meta, indent=2).encode() + b"\n")
-    (folder / UNFINISHED).unlink()
+            file.write("\n\n".join(pydocs).encode("utf-8", "replace"))
+    return finish(config, plan, len(documents))
+
+
+# ---- the hub: shards cut from a stream
+
+
+def cut_stream(
+    documents: Iterable[tuple[Place, np.ndarray]], start: Place, val_size: int, shard_tokens: int, left: int
+) -> Iterator[tuple[np.ndarray, Place]]:
+    """`left` tokens of the documents, from `start` on, in pieces of shard_tokens, each with the place behind it.
+
+    val_size is the size of the first piece, the validation, or 0 if there is one already. It ends with a document, so
+    that none is in both parts (unless that would cost half of it); training pieces may end inside a document.
+    """
+    buffer, filled, size = np.empty(max(val_size, shard_tokens), np.uint16), 0, val_size or shard_tokens
+    for place, ids in documents:
+        begin = start.offset if place[:2] == start[:2] else 0
+        while begin < len(ids) and left:
+            room = min(size, left) - filled
+            whole = val_size and begin == 0 and len(ids) > room and 2 * filled > size
+            count = 0 if whole else min(room, len(ids) - begin)
+            buffer[filled : filled + count] = ids[begin : begin + count]
+            filled, begin = filled + count, begin + count
+            if whole or count == room:
+                yield buffer[:filled], place._replace(offset=begin)
+                left, filled, val_size, size = left - filled, 0, 0, shard_tokens
+        if not left:
+            return
+    if filled:
+        yield buffer[:filled], place._replace(offset=begin)
+
+
+def validation_size(config: PrepareConfig, tokens: int) -> int:
+    """Validation tokens of so many in all."""
+    return max(1, min(config.shard_tokens, int(config.val_fraction * tokens)))
+
+
+def new_plan(config: PrepareConfig) -> dict:
+    """What is to be read: the data set's files in order; on the hub their paths name the commit, so that it is the same
+    text after a restart, and about how many tokens they hold."""
+    from datasets import load_dataset_builder
+    from fsspec.core import url_to_fs
+
+    try:
+        found = load_dataset_builder(config.dataset, config.subset or None).config.data_files or {}
+        files = [str(file) for file in found.get(config.split, ())]
+        sizes = [] if config.max_tokens else [fs.size(path) for fs, path in map(url_to_fs, files)]
+    except Exception as error:  # datasets, huggingface_hub and the HTTP libraries have their own kinds
+        advice = "check its name, --subset and the network, or use --source=pydocs, which needs no download"
+        raise ValueError(f"{config.dataset} cannot be opened: {error}; {advice}") from error
+    if not files:
+        raise ValueError(f"{config.dataset} has no split {config.split}, only: {', '.join(map(str, found))}")
+    if strange := [file for file in files if not file.endswith((".jsonl", ".parquet"))]:
+        raise ValueError(f"{strange[0]} has an unknown suffix: expected .jsonl or .parquet")
+    return {
+        "settings": settings_of(config),
+        "files": files,
+        "expected_tokens": config.max_tokens or round(sum(sizes) * TOKENS_PER_BYTE[config.tokenizer]),
+        "val_size": validation_size(config, config.max_tokens or sys.maxsize),
+        "shards": {},
+    }
+
+
+def stream(config: PrepareConfig, plan: dict) -> None:
+    """Write the shards that the plan still lacks."""
+    shards, done = plan["shards"], total(plan, "tokens")
+    start = Place(*list(shards.values())[-1]["next"]) if shards else Place(0, 0)
+    left = (config.max_tokens or sys.maxsize) - done
+    documents = with_progress(tokenize(read_documents(plan["files"], start), config), done, plan["expected_tokens"])
+    pieces = cut_stream(documents, start, 0 if shards else plan["val_size"], config.shard_tokens, left)
+    try:
+        write_shards(config, plan, pieces if left else ())
+    except (ValueError, OSError) as error:
+        safe = f"; {len(shards)} shards, {total(plan, 'tokens'):,} tokens, are safe in {config.out_dir}: start again"
+        raise ValueError(f"{error}{safe * bool(shards)}") from error
+
+
+def prepare_hub(config: PrepareConfig, plan: dict) -> dict:
+    """Stream a data set, or go on with the plan of an earlier run."""
+    folder = Path(config.out_dir)
+    plan = plan or new_plan(config)
+    whole = whole_shards(folder, plan)
+    drop_shards(folder, plan, list(plan["shards"])[len(whole) :])
+    begun = {shard_name(folder, len(whole))} if (folder / UNFINISHED).exists() else set()
+    refuse_strangers(folder, begun | set(whole))
+    check_disk(folder, plan["expected_tokens"] - total(plan, "tokens"))
+    stream(config, plan)
+    if not plan["shards"]:
+        raise ValueError(f"{config.dataset} has no text in its split {config.split}")
+    fitting = validation_size(config, total(plan, "tokens"))
+    if fitting < plan["val_size"]:  # only now it is known how small the data set is
+        print(f"{total(plan, 'tokens'):,} tokens in all: once more, with {fitting:,} of them for validation")
+        drop_shards(folder, plan, list(plan["shards"]))
+        plan["val_size"] = fitting
+        stream(config, plan)
+    return finish(config, plan, total(plan, "documents"))
 
 
 def prepare(config: PrepareConfig) -> None:
-    """Read, split, pack and write one data set, unless it is there already."""
-    started, name = time.time(), Path(config.out_dir).resolve().name
-    if already_prepared(config):
-        print(f"{config.out_dir} is already prepared with these settings: nothing to do")
+    """Prepare one data set, unless it is there already."""
+    started, folder = time.time(), Path(config.out_dir)
+    notes = earlier_run(config)
+    finished = {} if (folder / UNFINISHED).exists() else notes.get("shards", {})
+    if finished and len(whole_shards(folder, notes)) == len(finished):
+        print(f"{folder} is already prepared with these settings: nothing to do")
         return
-    enc = get_tokenizer(config.tokenizer)
-    texts = list(pydocs_documents()) if config.source == "pydocs" else file_documents(config.files)
-    documents = encode_all(texts, enc)
-    corpus, val = split(documents, config)
-    shards = {f"{name}_val_000000.bin": val}
-    shards |= {f"{name}_train_{i:06d}.bin": s for i, s in enumerate(training_shards(corpus, enc, config), start=1)}
-    settings = settings_of(config)
-    meta = {key: settings[key] for key in ("source", "tokenizer", "seed", "retrieval_fraction")} | {
-        "window": config.window if config.retrieval_fraction else None,
-        "vocab_size": enc.n_vocab,
-        "eot": enc.eot_token,
-        "documents": len(documents),
-        "train_tokens": sum(map(len, shards.values())) - len(val),
-        "val_tokens": len(val),
-        "python": platform.python_version(),  # its documentation differs between versions
-        "settings": settings,
-    }
-    write_all(config, shards, meta, "\n\n".join(texts) if config.source == "pydocs" else None)
-    sizes = f"{meta['train_tokens']:,} training and {len(val):,} validation tokens"
-    print(f"wrote {sizes} in {len(shards)} shards to {config.out_dir} in {time.time() - started:.1f} s")
+    get_tokenizer(config.tokenizer)  # it may be missing, and that is better said at once
+    configurator.check_folder(folder)
+    meta = prepare_hub(config, notes) if config.source == "hub" else prepare_in_memory(config)
+    sizes = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"
+    print(f"wrote {sizes} in {len(meta['shards'])} shards to {folder} in {time.time() - started:.1f} s")
 
 
 def main() -> None:
-    (config,), _ = configurator.parse([PrepareConfig], sys.argv[1:], __doc__)
+    argv = sys.argv[1:]
+    if "--check" in argv[:-1]:  # --check FOLDER is --check=FOLDER
+        at = argv.index("--check")
+        argv[at : at + 2] = [f"--check={argv[at + 1]}"]
+    (config,), _ = configurator.parse([PrepareConfig], argv, __doc__)
     with configurator.user_errors():
-        prepare(config)
+        if config.check:
+            verify(Path(config.check))
+        else:
+            prepare(config)
 
 
 if __name__ == "__main__":

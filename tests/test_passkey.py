@@ -10,7 +10,7 @@ import torch
 from conftest import make_model
 
 import eval_passkey as E
-import prepare_fineweb
+import exercises
 from model import save_checkpoint
 from tokenizer import EOT, get_tokenizer
 
@@ -91,12 +91,10 @@ def test_prompts_are_a_function_of_seed_and_length():
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
     """No word of the reworded needle's name, and no sentence of the unseen filler, is in the exercises."""
-    sentences = " ".join(prepare_fineweb.EXERCISE_NEEDLES + prepare_fineweb.EXERCISE_QUESTIONS).lower()
-    assert not any(word in sentences for word in prepare_fineweb.HELD_OUT_WORDS)
+    sentences = " ".join(exercises.EXERCISE_NEEDLES + exercises.EXERCISE_QUESTIONS).lower()
+    assert not any(word in sentences for word in exercises.HELD_OUT_WORDS)
     enc = get_tokenizer("bytes")
-    windows = list(
-        prepare_fineweb.exercise_windows(np.random.default_rng(0), 200, 256, enc, "Lorem ipsum dolor. " * 300)
-    )
+    windows = list(exercises.exercise_windows(np.random.default_rng(0), 200, 256, enc, "Lorem ipsum dolor. " * 300))
     text = "".join(enc.decode(w) for w in windows)
     assert all(len(w) == 256 and w[0] == 256 for w in windows)
     assert text.count("The pass key is") > 100 and text.count("The grass") > 50

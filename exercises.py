@@ -1,0 +1,95 @@
+"""
+Retrieval exercises: documents in the form of the passkey test, for the training windows of prepare_fineweb.py.
+"""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import tiktoken
+
+# the test's own texts and prompts, so that the two cannot drift apart
+from eval_passkey import FILLERS, WORDINGS, Wording, passkey_prompt, shortest_prompt
+from tokenizer import EOT
+
+# Besides the passkey's own wording, so that a model learns to look for what is asked and not for one sentence.
+EXERCISE_NEEDLES = (
+    "The {name} is {key}. Remember it. {key} is the {name}.",
+    "Note that the {name} is {key}.",
+    "Do not forget: the {name} is {key}.",
+    "From today on the {name} is {key}, and no other.",
+    "You will need this later: the {name} is {key}. Write down {key}.",
+)
+EXERCISE_QUESTIONS = (
+    "What is the {name}?",
+    "Tell me the {name}.",
+    "Now say the {name}.",
+    "Do you know the {name}?",
+    "I forgot the {name}.",
+    "Please find the {name}.",
+    "Can you name the {name}?",
+    "How does the {name} read?",
+)
+EXERCISE_ANSWER = " The {name} is"
+EXERCISE_PASSKEYS = 0.4  # share of the exercises that have the passkey's own wording
+EXERCISE_PAIRS = 0.4  # share of the exercise windows that hold two short ones, if they fit, instead of a long one
+HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
+
+
+def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, words: list[str]) -> dict:
+    """Arguments of passkey_prompt but for the length: some have the passkey's own wording, the others ask for a name of
+    two random words of the corpus; half have the passkey's own filler, the others are hidden in corpus text."""
+    name = " ".join(words[rng.integers(len(words))] for _ in range(2))
+    needle = EXERCISE_NEEDLES[rng.integers(len(EXERCISE_NEEDLES))]
+    question = EXERCISE_QUESTIONS[rng.integers(len(EXERCISE_QUESTIONS))] + EXERCISE_ANSWER
+    wording = Wording(needle.replace("{name}", name), question.replace("{name}", name))
+    begin = int(rng.integers(max(1, len(corpus_text) - 8 * window)))
+    return {
+        "depth": rng.random(),
+        "key": int(rng.integers(10_000, 100_000)),
+        "wording": WORDINGS["passkey"] if rng.random() < EXERCISE_PASSKEYS else wording,
+        "filler": FILLERS["passkey"] if rng.random() < 0.5 else corpus_text[begin : begin + 8 * window],
+    }
+
+
+def exercise_windows(
+    rng: np.random.Generator, count: int, window: int, enc: tiktoken.Encoding, corpus_text: str
+) -> Iterator[list[int]]:
+    """`count` lists of `window` ids, each filled exactly by one long retrieval exercise or by two short ones.
+
+    An exercise is a document in the form of the passkey test: filler, needle, filler, question, answer.
+    """
+    words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", corpus_text)) - HELD_OUT_WORDS)
+    for _ in range(count):
+        most = 2 if rng.random() < EXERCISE_PAIRS else 1
+        chosen, room = [], window
+        while len(chosen) < most:
+            one = random_exercise(rng, window, corpus_text, words)
+            shortest = shortest_prompt(enc, one["key"], one["wording"])
+            if shortest > room:
+                break
+            chosen.append((shortest, one))
+            room -= shortest
+        if not chosen:
+            raise ValueError(
+                f"a window of {window} tokens cannot hold an exercise of {shortest}; set a larger --window"
+            )
+        shares = rng.multinomial(room, [1 / len(chosen)] * len(chosen)).tolist()  # the room that is left, for filler
+        lengths = [shortest + share for (shortest, _), share in zip(chosen, shares, strict=True)]
+        prompts = [passkey_prompt(enc, n, **one) for n, (_, one) in zip(lengths, chosen, strict=True)]
+        yield [token for prompt in prompts for token in prompt.tokens]
+
+
+def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, window: int, fraction: float, seed: int) -> np.ndarray:
+    """Whole windows in random order: this fraction of them are exercises, the others cut the corpus in a row."""
+    stretches = -(-len(corpus) // window)  # rounded up, so that the last tokens are in it
+    exercises = round(stretches * fraction / (1 - fraction))
+    rng = np.random.default_rng([seed, 1])
+    rows = np.empty((stretches + exercises, window), dtype=np.uint16)
+    rows[:stretches] = np.resize(corpus, (stretches, window))  # np.resize begins again at the end
+    text = enc.decode(corpus.tolist()).replace(EOT, "\n\n")
+    for i, ids in enumerate(exercise_windows(rng, exercises, window, enc, text), start=stretches):
+        assert len(ids) == window and ids[0] == enc.eot_token, f"got {len(ids)} ids from {ids[:1]}, expected {window}"
+        rows[i] = ids
+    print(f"packed {stretches:,} windows of text and {exercises:,} retrieval exercises")
+    return np.append(rows[rng.permutation(len(rows))], np.uint16(enc.eot_token))  # the last window's last target
