@@ -29,7 +29,7 @@ import configurator
 from configurator import check_folder, fail, user_errors
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig, load_checkpoint, save_checkpoint
-from prepare_fineweb import read_meta, replacing
+from shards import read_meta, replacing
 from tokenizer import get_tokenizer
 from windows import Order, Windows, long_windows
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prepare_fineweb import read_shard
+from shards import read_shard
 
 
 class Windows:
