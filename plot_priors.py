@@ -182,7 +182,8 @@ def ggd_priors(alpha: float, n: int, ssmax: bool = False) -> Tensor:
 def theory_priors(n: int = 512) -> Figure:
     """Log-prior and normalised prior by distance, for every beta at three alphas; ALiBi and NoPE as points on top."""
     figure, axes = panels(4, 3, 4.6, 3.3)
-    x, points = spaced(n), np.unique(np.geomspace(1, n - 1, 12).astype(int))
+    x = spaced(n)
+    points = x[np.searchsorted(x, np.geomspace(1, n - 1, 12).astype(int))]
     alibi = acting_prior(layer_of("alibi", 8), n)
     nope = acting_prior(layer_of("nope", 1), n)[0]
     for alpha, column in zip((2, 16, 128), axes.T, strict=True):
@@ -224,7 +225,7 @@ def theory_ssmax(alpha: float = 16) -> Figure:
 def theory_fading() -> Figure:
     """The weight of one key whose score is g nats above n - 1 equal ones: a softmax of two, as a sigmoid."""
     figure, axes = panels(1, 1, 8, 4)
-    n = torch.logspace(math.log10(2), 6, 200, dtype=torch.float64)
+    n = torch.logspace(math.log10(2), 6, 200, dtype=torch.float64).round().unique()
     for name, line, scale in (("plain", "--", 1.0), ("SSMax, s = 1", "-", n.log())):
         for i, g in enumerate((0.5, 1.0, 2.0, 4.0)):
             weight = (scale * g - (n - 1).log()).sigmoid()
