@@ -589,15 +589,14 @@ def draw_run(path: str, cfg: PlotConfig, device: torch.device) -> None:
     draw_prompt(run, views[longest][len(views[longest]) // 2], heads, folder)
     if len(masses) > 1:
         save(needle_by_length(run, masses, heads), folder, "needle_mass.png")
-    means = {n: mass[:, 2].mean(0).flatten().tolist() for n, mass in masses.items()}
-    for i, row in enumerate(rows):
-        row["needle"] = {n: round(mean[i], 6) for n, mean in means.items()}
-    n = len(views[longest])
-    record = {"metric": "priors", "heads": rows, "n": n, "config": asdict(cfg)}
+    for row, (layer, h) in zip(rows, np.ndindex(run.model.cfg.n_layer, run.model.cfg.n_head), strict=True):
+        row["needle"] = {n: mass[:, 2, layer, h].tolist() for n, mass in masses.items()}  # a number a prompt
+    n = len(masses[longest])
+    record = {"metric": "priors", "n": n, "heads": rows, "config": asdict(cfg)}
     records.append_record(folder / "priors.jsonl", record | records.origin(run))
-    print(table([row | {"needle": row["needle"][longest]} for row in rows]))
-    about = f"needle: posterior mass on it, mean over n = {n} prompts of {longest:,} tokens"
-    print(f"width: 90% of the prior lies within this distance; {about}")
+    print(table([row | {"needle": np.mean(row["needle"][longest])} for row in rows]))
+    print("width: the distance in tokens that holds 90% of the prior where 512 or 8,192 keys are in view")
+    print(f"needle: the mass of the posterior on it, mean over n = {n} prompts of {longest:,} tokens")
 
 
 def main() -> None:

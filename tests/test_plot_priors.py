@@ -218,16 +218,19 @@ def test_a_model_with_a_prior(run, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert record["n"] == 2 and record["config"]["heads"] == ["1.3", "0.0"] and len(record["heads"]) == 8
     for row in record["heads"]:
-        assert set(row["needle"]) == {"150", "200"} and 0 <= row["needle"]["200"] <= 1
+        assert list(row["needle"]) == ["150", "200"] and all(0 <= x <= 1 for x in row["needle"]["200"])
         assert any(line.split()[:1] == [row["head"]] and row["class"] in line for line in printed.splitlines())
 
 
-def test_a_model_without_a_prior_says_so(tmp_path, monkeypatch, capsys):
-    run = save_run(tmp_path / "run", make_model("rope", False))
+@pytest.mark.parametrize("pe", ["nope", "sinusoidal", "rope", "alibi"])
+def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsys):
+    """Without a prior there is nothing to draw of it, and the program says so."""
+    run = save_run(tmp_path / "run", make_model(pe, pe == "alibi"))
     (tmp_path / "own.txt").write_text("The word is banana.\nWhat is the word? It is\n", encoding="utf-8")
     call(monkeypatch, run, f"--prompt={tmp_path / 'own.txt'}", "--needle=banana", "--show=1")
-    assert "rope adds no prior" in capsys.readouterr().out
-    assert pictures(run / "eval") == {"prompt_curves", "prompt_maps"}
+    assert (f"{pe} adds no prior" in capsys.readouterr().out) == (pe != "alibi")
+    priors = {"learned_priors", "prompt_log_z"} if pe == "alibi" else set()
+    assert pictures(run / "eval") == {"prompt_curves", "prompt_maps"} | priors
 
 
 def test_the_theory_needs_no_model(tmp_path, monkeypatch):
