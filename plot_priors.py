@@ -248,10 +248,13 @@ def learned_heads(rows: list[dict[str, Any]], n_layer: int) -> Figure:
                 fill = "none" if row.get("s", 1) < 0 else "full"
                 axis.plot(row["theta_beta"], row["theta_alpha"], fillstyle=fill, **dot)
     left, right = min(axis.get_xlim()[0], -1.2), max(axis.get_xlim()[1], 0.6)
-    regions = {"local": (0, right, "0.95"), "retrieval": (-0.6, 0, "0.76"), "aggressive": (left, -0.6, "0.86")}
     count = Counter(row["class"] for row in rows)
-    for name, (begin, end, grey) in regions.items():
-        axis.axvspan(begin, end, color=grey, zorder=0, label=f"{name}: {count[name]}")
+    for name, where, begin, end, grey in (
+        ("local", "above 0", 0, right, "0.95"),
+        ("retrieval", "-0.6 to 0", -0.6, 0, "0.76"),
+        ("aggressive", "below -0.6", left, -0.6, "0.86"),
+    ):
+        axis.axvspan(begin, end, color=grey, zorder=0, label=f"{name} ({where}): {count[name]}")
     axis.set(xlim=(left, right), xlabel="theta_beta (no unit)", ylabel="theta_alpha (no unit)")
     turned = f"; hollow: s < 0, turned round; farthest: {count['farthest']}" * any(row.get("s", 1) < 0 for row in rows)
     axis.set_title(f"n = {len(rows)} heads, counted by what they do{turned}", fontsize=10)
