@@ -29,8 +29,9 @@ from tqdm import tqdm
 import configurator
 import records
 from configurator import user_errors
+from device import pick_device
 from eval_passkey import WORDINGS, PasskeyConfig, cost, make_prompts, texts_for
-from model import GPT, CausalSelfAttention, Layout, ModelConfig, Posterior, log_posterior, pick_device
+from model import GPT, CausalSelfAttention, Layout, ModelConfig, Posterior, log_posterior
 from records import STYLES, Run, folder_of, name_of
 from streaming import KVCache, prefill
 from tokenizer import encode_document
