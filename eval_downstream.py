@@ -40,7 +40,7 @@ from records import Run, folder_of, name_of
 from streaming import KVCache, prefill, score
 from tokenizer import encode_document
 
-MULTIPLES = (1, 4, 16, 64)  # default contexts, in units of the training length; the last is the default length too
+MULTIPLES = (1, 2, 4, 8, 16)  # default contexts, in units of the training length; the last is the default length too
 LONGEST = 2**24  # tokens: up to here a float32 distance is exact
 LOGITS = 2**26  # logits held at once: 256 MiB in float32
 LETTERS = "ABCDEFGHIJ"
@@ -113,17 +113,18 @@ class DownstreamConfig:
     tasks: tuple[str, ...] = ("perplexity",)  # perplexity, arc_easy, arc_challenge, mmlu, mmlu_continuation
     data_dir: str = ""  # where the hub's data sets lie as .jsonl or .parquet, in files such as ARC-Easy_test.jsonl or
     # ARC-Easy/test-00000-of-00001.parquet (MMLU: test.jsonl, dev.jsonl); none given: they come from the hub
-    num_fewshot: int = -1  # solved examples before a question; -1: 5 for mmlu, otherwise 0
+    num_fewshot: int = -1  # solved examples before a question, the first of MMLU's dev or ARC's train split; -1: 5 for
+    # mmlu, otherwise 0
     limit: int = 0  # only the first questions, this many a task (MMLU: a subject); 0: all
     bos: bool = True  # prompts begin with <|endoftext|>, as training documents do; the harness's default is false
     source: str = ""  # text for perplexity: a folder of token shards (validation shards are taken), a text file, or
     # wikitext; none given: what the first run was trained on
-    length: int = 0  # by position: tokens of a document; 0: 64x the training length of the first run, or less if no
+    length: int = 0  # by position: tokens of a document; 0: 16x the training length of the first run, or less if no
     # document is that long
-    window: int = 128  # by position: positions averaged for a point of the curve
+    window: int = 256  # by position: positions averaged for a point of the curve
     documents: int = 4  # by position: documents averaged, at most; a long one is cut into several
-    contexts: tuple[int, ...] = ()  # by context: the longest contexts of the targets in tokens; none given: 1x, 4x, 16x
-    # and 64x the training length of the first run, those that the documents have
+    contexts: tuple[int, ...] = ()  # by context: the longest contexts of the targets in tokens; none given: 1x, 2x,
+    # 4x, 8x and 16x the training length of the first run, those that the documents have
     stride: int = 0  # by context: targets at the end of a context; 0: half the shortest context
     targets: int = 4096  # by context: targets in all, at most
     window_attention: int = 0  # hide keys further away than this many tokens (RoPE with the training length: the
@@ -133,15 +134,15 @@ class DownstreamConfig:
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
-        known = ("perplexity", *TASKS)
+        self.tasks, known = tuple(dict.fromkeys(self.tasks)), ("perplexity", *TASKS)
         if not self.tasks or set(self.tasks) - set(known):
             raise ValueError(f"tasks is {','.join(self.tasks) or 'empty'}; it may hold {', '.join(known)}")
-        lowest = {"window": 1, "documents": 1, "targets": 1, "batch_tokens": 1, "num_fewshot": -1}
-        for name in (*lowest, "limit", "length", "stride", "window_attention", "contexts"):
-            low = 1 if name == "contexts" else lowest.get(name, 0)
-            for value in self.contexts if name == "contexts" else (getattr(self, name),):
-                if not low <= value <= LONGEST:
-                    raise ValueError(f"{name} is {value}; it must be at least {low} and at most {LONGEST:,}")
+        lowest = {"window": 2, "targets": 2, "documents": 1, "contexts": 1, "batch_tokens": 1, "num_fewshot": -1}
+        for name in (*lowest, "limit", "length", "stride", "window_attention"):
+            value, low = getattr(self, name), lowest.get(name, 0)
+            for v in value if isinstance(value, tuple) else (value,):
+                if not low <= v <= LONGEST:
+                    raise ValueError(f"{name} is {v}; it must be at least {low} and at most {LONGEST:,}")
 
 
 def find_files(config: str, split: str, data_dir: str) -> list[Path]:
@@ -357,6 +358,8 @@ def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
         return [np.array(encode_document(run.enc, "".join(row["text"] for row in rows)))]
     if Path(source).is_dir():
         return shard_documents(Path(source), run)
+    if not Path(source).is_file():
+        raise ValueError(f"no file or folder '{source}'; name a text for the perplexity with --source")
     try:
         return [np.array(encode_document(run.enc, Path(source).read_text(encoding="utf-8-sig")))]
     except UnicodeDecodeError as error:
@@ -384,7 +387,10 @@ def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: in
     contexts = tuple(sorted(set(cfg.contexts))) or tuple(m * trained for m in MULTIPLES if m * trained <= longest)
     needed = max(length or cfg.window, *(contexts or (trained,)))
     if needed > longest:
-        raise ValueError(f"the longest document of {cfg.source} has {longest:,} tokens, {needed:,} are needed; choose")
+        lengths = f"its longest document has {longest:,} tokens, {needed:,} are needed"
+        raise ValueError(
+            f"{cfg.source} is too short: {lengths}; choose another source, or a smaller length and contexts"
+        )
     stride = cfg.stride or max(1, contexts[0] // 2)
     if length % cfg.window:
         raise ValueError(f"length {length} is not a multiple of window {cfg.window}; change one of them")
@@ -451,8 +457,9 @@ class Cell(NamedTuple):
 
 
 def digest(data: object) -> str:
-    """12 digits that tell two data sets, or two texts, from one another."""
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]
+    """12 digits that tell two sets of questions, or two texts in tokens, from one another."""
+    content = data.numpy() if isinstance(data, Tensor) else json.dumps(data).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def choice_cells(run: Run, cfg: DownstreamConfig, task: str, subjects: dict[str, list[Question]]) -> list[Cell]:
@@ -474,10 +481,10 @@ def perplexity_cells(run: Run, cfg: DownstreamConfig) -> list[Cell]:
     cfg = with_lengths(cfg, documents, run.trained)
     config = {"source": cfg.source, "window_attention": cfg.window_attention}
     idx = windows(documents, cfg.length, cfg.length, cfg.documents)
-    own = config | {"length": cfg.length, "window": cfg.window, "data": digest(idx.tolist())}
+    own = config | {"length": cfg.length, "window": cfg.window, "data": digest(idx)}
     cells = [Cell("perplexity", own, len(idx), partial(by_position, run, cfg, idx))]
     idx = windows(documents, cfg.contexts[-1], cfg.stride, -(-cfg.targets // cfg.stride))
-    config |= {"stride": cfg.stride, "data": digest(idx.tolist())}
+    config |= {"stride": cfg.stride, "data": digest(idx)}
     for context in cfg.contexts:
         own = config | {"context": context}
         cells.append(Cell("perplexity", own, len(idx), partial(by_context, run, cfg, idx, context)))
@@ -530,70 +537,77 @@ def shares(counts: list[int]) -> str:
     return "/".join(f"{100 * c / sum(counts):.0f}" for c in counts[: last + 1])
 
 
-def choice_table(results: list[tuple[str, dict]]) -> str:
+def choice_table(results: dict[str, list[dict]]) -> str:
     rows = [["run", "task", "n", "acc %", "acc_norm %", "chance %", "longer", "chosen %", "right %"]]
-    for name, r in results:
+    for run, r in ((run, r) for run, found in results.items() for r in found):
         task = f"{r['metric']} {r['config']['subject']}".strip()
         numbers = [f"{r['n']:,}", percent(r, "acc"), percent(r, "acc_norm"), f"{100 * r['chance']:.1f}"]
-        rows.append([name, task, *numbers, f"{r['longer']:,}", shares(r["chosen"]), shares(r["gold"])])
+        rows.append([name_of(run), task, *numbers, f"{r['longer']:,}", shares(r["chosen"]), shares(r["gold"])])
     legend = "± one standard error; longer: than the training length; chosen (by the sum) and right: shares of A/B/..."
     return f"{records.aligned(rows)}\n{legend}"
 
 
-def perplexity_table(results: list[tuple[str, dict]]) -> str:
+def perplexity_table(results: dict[str, list[dict]]) -> str:
+    """By context; the curve, a run's first record, is for the picture."""
     rows = [["run", "context", "targets", "nats a token", "perplexity", "bits a byte"]]
-    for name, r in results:
+    for run, r in ((run, r) for run, found in results.items() for r in found[1:]):
         nats = f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"
         context, n, perplexity = f"{r['config']['context']:,}", f"{r['n']:,}", f"{r['perplexity']:.3f}"
-        rows.append([name, context, n, nats, perplexity, f"{r['bits_per_byte']:.4f}"])
+        rows.append([name_of(run), context, n, nats, perplexity, f"{r['bits_per_byte']:.4f}"])
     return f"{records.aligned(rows)}\n± 95% interval; at every context the targets are the same"
 
 
-def draw(curves: list[tuple[str, dict]], points: list[tuple[str, dict]], trained: int, file: Path) -> None:
+def draw(results: dict[str, list[dict]], file: Path) -> None:
     """Perplexity by position, and by context for the same targets; one curve a run."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for (name, r), (marker, line) in zip(curves, records.STYLES * len(curves), strict=False):
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharex=True, sharey=True, layout="constrained")
+    left, right = axes
+    for (run, (curve, *points)), (marker, line) in zip(results.items(), records.STYLES * len(results), strict=False):
         style = {"marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1}
-        middle = (np.arange(len(r["nll"])) + 0.5) * r["config"]["window"]
-        left.plot(middle, np.exp(r["nll"]), markevery=0.1, label=name, **style)
-        if own := [p for run, p in points if run == name]:
-            y, ends = np.array([p["perplexity"] for p in own]), np.exp([p["interval_95"] for p in own]).T
-            right.errorbar([p["config"]["context"] for p in own], y, np.abs(ends - y), capsize=3, **style)
-    for axis in (left, right):
+        middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["window"]
+        left.plot(middle, np.exp(curve["nll"]), markevery=0.1, label=name_of(run), **style)
+        if points:
+            y, ends = np.array([p["perplexity"] for p in points]), np.exp([p["interval_95"] for p in points]).T
+            right.errorbar([p["config"]["context"] for p in points], y, np.abs(ends - y), capsize=3, **style)
+    curve, *points = next(iter(results.values()))
+    trained = curve["training_length"]
+    for axis in axes:
         axis.axvline(trained, color="grey", linewidth=1)
         place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
         axis.annotate("training length ", (trained, 0.98), color="grey", **place)
         axis.set(xscale="log", yscale="log")
-    first = curves[0][1]
+        axis.xaxis.minorticks_off()
+        axis.tick_params(axis="x", rotation=30)
+    ticks = [trained * 2**k for k in range(-8, 20) if left.get_xlim()[0] <= trained * 2**k <= left.get_xlim()[1]]
+    left.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    left.yaxis.set_major_formatter(LogFormatter())
+    left.yaxis.set_minor_formatter(LogFormatter())
     left.set(xlabel="position in the document (tokens)", ylabel="perplexity per token")
-    left.set_title(f"by position: n = {first['n']:,}, windows of {first['config']['window']}")
+    left.set_title(f"by position: {curve['n']:,} tokens, windows of {curve['config']['window']:,}")
     left.legend()
     right.set(xlabel="longest context of a target (tokens)")
     if points:
-        right.set_title(f"by context: the same n = {points[0][1]['n']:,} targets; bars: 95% intervals")
+        right.set_title(f"by context: the same {points[0]['n']:,} targets, 95% intervals")
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
 
 def report(results: dict[str, list[dict]]) -> None:
-    """Tables of all results; the picture in the first run's folder."""
-    found = [(name_of(run), r) for run, done in results.items() for r in done]
-    curves = [(name, r) for name, r in found if "length" in r["config"]]
-    points = [(name, r) for name, r in found if "context" in r["config"]]
-    choices = [(name, r) for name, r in found if "subject" in r["config"]]
-    if points:
-        print(perplexity_table(points))
-    if choices:
-        print(choice_table(choices))
+    """Prints the tables of all results and saves the picture in the first run's folder."""
+    curves = {run: [r for r in found if r["metric"] == "perplexity"] for run, found in results.items()}
+    choices = {run: [r for r in found if r["metric"] != "perplexity"] for run, found in results.items()}
+    curves, choices = ({run: found for run, found in kind.items() if found} for kind in (curves, choices))
     if curves:
         file = folder_of(next(iter(results))) / "perplexity.png"
-        draw(curves, points, curves[0][1]["training_length"], file)
-        print(f"saved {file}")
+        draw(curves, file)
+        print(f"{perplexity_table(curves)}\nsaved {file}")
+    if choices:
+        print(choice_table(choices))
     print("records in " + ", ".join(f"{folder_of(run)}/" for run in results))
 
 
