@@ -356,10 +356,10 @@ def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
         if not all(isinstance(row.get("text"), str) for row in rows):
             raise ValueError("wikitext has rows without text; give files of the schema of Salesforce/wikitext")
         return [np.array(encode_document(run.enc, "".join(row["text"] for row in rows)))]
+    if not source or not Path(source).exists():
+        raise ValueError(f"there is no '{source}'; name a text for the perplexity with --source")
     if Path(source).is_dir():
         return shard_documents(Path(source), run)
-    if not Path(source).is_file():
-        raise ValueError(f"no file or folder '{source}'; name a text for the perplexity with --source")
     try:
         return [np.array(encode_document(run.enc, Path(source).read_text(encoding="utf-8-sig")))]
     except UnicodeDecodeError as error:
