@@ -181,11 +181,13 @@ def load_items(task: Task, split: str, data_dir: str) -> dict[str, list[Item]]:
         try:
             item = task.read(row)
             texts = [item.subject, item.question, *item.choices]
-            right = range(len(item.choices))[item.gold] == item.gold and 2 <= len(item.choices) <= len(LETTERS)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            right = all(isinstance(text, str) for text in texts) and 2 <= len(item.choices) <= len(LETTERS)
+            right = right and isinstance(item.gold, int) and 0 <= item.gold < len(item.choices)
+        except (KeyError, TypeError, ValueError, AttributeError):
             right = False
-        if not right or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"row {number} of {task.config} {split} is not of the schema of {task.hub}: {row}")
+        if not right:
+            where = f"row {number} of {task.config} {split}"
+            raise ValueError(f"{where} is not of the schema of {task.hub}: {str(row)[:300]}")
         found.setdefault(item.subject, []).append(item)
     return found
 
@@ -383,9 +385,9 @@ def shard_documents(folder: Path, run: Run) -> list[np.ndarray]:
 def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> DownstreamConfig:
     """The config with its lengths filled in. Raises ValueError, in one sentence, for what these documents cannot do."""
     longest = max(map(len, documents), default=1) - 1  # tokens before the last one
-    length = cfg.length or min(MULTIPLES[-1] * trained, longest) // cfg.window * cfg.window
+    length = cfg.length or max(1, min(MULTIPLES[-1] * trained, longest) // cfg.window) * cfg.window
     contexts = tuple(sorted(set(cfg.contexts))) or tuple(m * trained for m in MULTIPLES if m * trained <= longest)
-    needed = max(length or cfg.window, *(contexts or (trained,)))
+    needed = max(length, *(contexts or (trained,)))
     if needed > longest:
         lengths = f"its longest document has {longest:,} tokens, {needed:,} are needed"
         raise ValueError(
@@ -570,7 +572,7 @@ def draw(results: dict[str, list[dict]], file: Path) -> None:
     for (run, (curve, *points)), (marker, line) in zip(results.items(), records.STYLES * len(results), strict=False):
         style = {"marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1}
         middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["window"]
-        left.plot(middle, np.exp(curve["nll"]), markevery=0.1, label=name_of(run), **style)
+        left.plot(middle, np.exp(curve["nll"]), markevery=0.15, label=name_of(run), **style)
         if points:
             y, ends = np.array([p["perplexity"] for p in points]), np.exp([p["interval_95"] for p in points]).T
             right.errorbar([p["config"]["context"] for p in points], y, np.abs(ends - y), capsize=3, **style)
@@ -589,7 +591,7 @@ def draw(results: dict[str, list[dict]], file: Path) -> None:
     left.yaxis.set_minor_formatter(LogFormatter())
     left.set(xlabel="position in the document (tokens)", ylabel="perplexity per token")
     left.set_title(f"by position: {curve['n']:,} tokens, windows of {curve['config']['window']:,}")
-    left.legend()
+    figure.legend(loc="outside upper center", ncols=min(5, len(results)))
     right.set(xlabel="longest context of a target (tokens)")
     if points:
         right.set_title(f"by context: the same {points[0]['n']:,} targets, 95% intervals")
