@@ -8,6 +8,8 @@ Three things are different from a training forward:
 - the last layer's attention and MLP, and the output layer, run only for the positions that are asked for.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,6 +36,18 @@ class KVCache:
         self.keys[layer][:, :, self.used : end] = k
         self.values[layer][:, :, self.used : end] = v
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def fork(self, batch: int) -> "KVCache":
+        """A copy with the same room and `batch` rows, a multiple of this cache's: row r is copied from row
+        r * self.batch // batch. For texts that share a beginning, which is then computed once."""
+        new = copy.copy(self)
+        new.batch, new.keys, new.values = batch, [], []
+        for old, copies in ((self.keys, new.keys), (self.values, new.values)):
+            for tensor in old:
+                room = tensor.new_empty((batch, *tensor.shape[1:]))
+                room[:, :, : self.used] = tensor[:, :, : self.used].repeat_interleave(batch // self.batch, dim=0)
+                copies.append(room)
+        return new
 
 
 def prior_strip(prior: Tensor, rows: int, log_n: Tensor | None) -> Tensor:
