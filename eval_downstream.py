@@ -34,8 +34,9 @@ from tqdm import tqdm
 import configurator
 import records
 from configurator import fail, user_errors
-from model import GPT, pick_device
-from prepare_fineweb import read_meta, read_shard
+from device import pick_device
+from model import GPT
+from shards import read_meta, read_shard
 from records import Run, folder_of, name_of
 from streaming import KVCache, prefill, score
 from tokenizer import encode_document
