@@ -11,7 +11,7 @@ import streaming as S
 def small_pieces(monkeypatch):
     """Several chunks and several blocks of queries, also for short texts."""
     monkeypatch.setattr(S, "CHUNK_TOKENS", 80)
-    monkeypatch.setattr(S, "STRIP_ELEMENTS", 1500)
+    monkeypatch.setattr(S, "BLOCK", 16)
 
 
 def tokens(T, B=2):
