@@ -123,7 +123,7 @@ class KVCache:
 
     def skipped(self) -> Tensor:
         """Share of the visible blocks of keys, over all blocks of queries so far, that were skipped: (layers, H)."""
-        return torch.stack([1 - layer.computed / max(1, layer.visible) for layer in self.layers])
+        return torch.stack([1 - layer.computed.double() / max(1, layer.visible) for layer in self.layers])
 
 
 class Queries(NamedTuple):
