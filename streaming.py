@@ -39,8 +39,8 @@ def cache_bytes(cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype) -
 
 
 def cache_dtype(device: torch.device) -> torch.dtype:
-    """float32 on a CPU. float16 on CUDA: keys and values are far from its limits of range, and it holds three bits
-    more than bfloat16, so whatever bfloat16 could say of them, it says too."""
+    """float32 on a CPU; float16 on CUDA, which holds three bits more than bfloat16 from 6e-5 to 65,504. There lie keys
+    and values, being products of normalised inputs; one beyond would end in NaN, and dtype=torch.bfloat16 helps."""
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
@@ -59,6 +59,12 @@ def require_memory(cfg: ModelConfig, batch: int, length: int, device: torch.devi
         )
 
 
+def block_maxima(values: Tensor) -> Tensor:
+    """(H, n) -> (H, blocks): the largest of each BLOCK values, the last of which may be fewer."""
+    H, n = values.shape
+    return F.pad(values, (0, -n % BLOCK), value=-torch.inf).reshape(H, -(-n // BLOCK), BLOCK).amax(-1)
+
+
 class LayerCache:
     """What one layer knows of the tokens so far: keys and values, (B, H, length, D) each, and its log-prior."""
 
@@ -72,8 +78,8 @@ class LayerCache:
         prior = torch.zeros(1, length, device=device) if prior is None else prior  # (H or 1, length) by distance
         # from the farthest distance to 0, then the future
         self.reversed_prior = F.pad(prior.flip(-1), (0, BLOCK), value=-torch.inf).expand(H, -1)
-        peaks = F.pad(prior, (0, -length % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK)).amax(-1)
-        # between a block of queries and the block of keys b + 1 before it lie the distances of the places b and b + 1
+        # the distances from a block of queries to the block of keys b + 1 before it are in the blocks b and b + 1
+        peaks = block_maxima(prior)
         self.ceilings = torch.maximum(peaks[:, :-1], peaks[:, 1:]).expand(H, -1)
         self.prior_has_row_scale = attn.prior_has_row_scale
         self.computed, self.visible = torch.zeros(H, dtype=torch.int64), 0  # blocks of keys, over blocks of queries
@@ -82,8 +88,7 @@ class LayerCache:
         """Put k, v (B, H, T, D) at the places from `start` on. Norms are taken anew from the block `start` is in."""
         end, first = start + k.shape[2], start // BLOCK
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
-        norms = self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0)  # (H, T or more)
-        norms = F.pad(norms, (0, -norms.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).amax(-1)
+        norms = block_maxima(self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0))
         self.norms[:, first : first + norms.shape[-1]] = norms
 
 
@@ -135,15 +140,15 @@ class Queries(NamedTuple):
     window: int | None  # keys further away than this are hidden
 
 
-def prior_strip(reversed_prior: Tensor, length: int, rows: int, begin: int, end: int, stop: int) -> Tensor:
-    """Log-prior of the queries stop - 1, stop - 2, ... (rows of them) by the keys begin ... end - 1: a view.
+def prior_strip(reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int) -> Tensor:
+    """Log-prior of the queries stop - 1, stop - 2, ... (rows of them) by the keys begin ... end - 1, for some heads.
 
-    reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf -> (H, rows, end - begin). Row r is
+    reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf -> (h, rows, end - begin). Row r is
     of query stop - 1 - r: from key to key and from row to row the distance falls by one, so each row is the vector
-    from one place further on. Places past distance 0 are the future, hidden by -inf.
+    from one place further on, and all of them are a view. Places past distance 0 are the future, hidden by -inf.
     """
-    place, keys = length - stop + begin, end - begin
-    return reversed_prior[:, place : place + keys + rows - 1].unfold(-1, keys, 1)
+    place, keys = reversed_prior.shape[-1] - BLOCK - stop + begin, end - begin
+    return reversed_prior[:, place : place + keys + rows - 1][heads].unfold(-1, keys, 1)
 
 
 def attend_tile(
@@ -156,7 +161,7 @@ def attend_tile(
     """
     q, keys, values = queries.q[:, heads], layer.keys[:, heads, begin:end], layer.values[:, heads, begin:end]
     rows = q.shape[2]
-    strip = prior_strip(layer.reversed_prior[heads], layer.keys.shape[2], rows, begin, end, queries.stop)
+    strip = prior_strip(layer.reversed_prior, heads, rows, begin, end, queries.stop)
     scores = (q @ keys.float().transpose(-2, -1)).addcmul_(strip, queries.scale)  # (B, h, R, S)
     if queries.window is not None and queries.stop - 1 - begin > queries.window:
         i = torch.arange(queries.stop - 1, queries.stop - 1 - rows, -1, device=q.device)

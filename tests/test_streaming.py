@@ -80,8 +80,8 @@ def test_prior_strip_is_the_prior_by_distance():
     prior = -torch.arange(float(length)).square() * torch.tensor([[1.0], [0.5]])
     reversed_prior = torch.nn.functional.pad(prior.flip(-1), (0, S.BLOCK), value=-torch.inf)
     for rows, begin, end, stop in ((4, 0, 9, 9), (1, 3, 12, 12), (16, 16, 32, 32), (5, 8, 16, 40), (16, 0, 40, 40)):
-        strip = S.prior_strip(reversed_prior, length, rows, begin, end, stop)
-        assert strip.shape == (2, rows, end - begin) and strip.data_ptr() >= reversed_prior.data_ptr()
+        strip = S.prior_strip(reversed_prior, slice(None), rows, begin, end, stop)
+        assert strip.shape == (2, rows, end - begin) and strip._base is reversed_prior
         for r, c in itertools.product(range(rows), range(end - begin)):
             i, j = stop - 1 - r, begin + c
             expected = prior[:, i - j] if j <= i else torch.full((2,), -torch.inf)
@@ -236,6 +236,8 @@ def test_forked_rows_share_their_beginning():
     expected = S.score(model, idx, 10)
     torch.testing.assert_close(log_p, expected[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(best, expected[1]) and cache.used == 50
+    empty = S.KVCache(model, 1, 90).fork(3)
+    torch.testing.assert_close(S.score(model, idx, 10, empty)[0], expected[0], atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="single row"):
         S.KVCache(model, 2, 90).fork(3)
 
