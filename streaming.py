@@ -29,7 +29,7 @@ from model import GPT, LOSS_CHUNK, CausalSelfAttention, Layout, ModelConfig
 BLOCK = 256  # queries of a block, and keys of a block that is computed or skipped
 SKIP_TOLERANCE = 1e-8  # posterior mass that may be left out in all; half a unit of float32's last place is 6e-8
 CHUNK_TOKENS, TILE_SCORES = 2**11, 2**19  # CPU: tokens through a layer, and scores, at once; 2 MiB stay in its cache
-CUDA_CHUNK_TOKENS, CUDA_TILE_SCORES = 2**14, 2**28  # at most; fewer scores where little memory is free
+CUDA_CHUNK_TOKENS, CUDA_TILE_SCORES = 2**14, 2**26  # at most; fewer scores where little memory is free
 HIDDEN = torch.finfo(torch.float32).min  # finite, so that a row whose keys are all hidden in one tile is not NaN
 
 

@@ -328,21 +328,22 @@ def test_what_does_not_fit_is_refused():
 def dense_attention(cfg, p, layer, q, k, v, first):
     """Attention of the queries from `first` on, in blocks; q (H, T - first, D), k, v (H, T, D), all float64."""
     (H, T, D), out = k.shape, torch.empty_like(q)
-    distance = torch.arange(T)
+    log_n = torch.arange(1, T + 1).double().log()
+    sharp = p[f"blocks.{layer}.attn.s"][:, None] * log_n if cfg.ssmax else torch.ones(H, T).double()
+    prior, scale = None, torch.ones(H, T).double()
     if cfg.pe == "ggd":
-        prior = torch.stack([reference.log_prior(cfg, p, layer, h, distance) for h in range(H)])
-    else:
-        slopes = reference.slopes(H) if cfg.pe == "alibi" else [0.0] * H
-        prior = -torch.tensor(slopes, dtype=torch.float64)[:, None] * distance
+        prior, scale = torch.stack([reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]), sharp
+    elif cfg.pe == "alibi":
+        prior = -torch.tensor(reference.slopes(H)).double()[:, None] * torch.arange(T)
+    q = q * sharp[:, first:, None] / math.sqrt(D)
     for begin in range(first, T, 32):
-        i = torch.arange(begin, min(begin + 32, T))[:, None]
-        behind = i - distance[: begin + 32]
-        scores = q[:, begin - first : begin + 32 - first] @ k[:, : begin + 32].transpose(1, 2) / math.sqrt(D)
-        scale = p[f"blocks.{layer}.attn.s"][:, None, None] * (i + 1).double().log() if cfg.ssmax else 1.0
-        bias = prior[:, behind.clamp(min=0)] if cfg.pe in ("ggd", "alibi") else 0.0
-        scores = scores * scale + bias if cfg.pe == "alibi" else (scores + bias) * scale
-        weights = scores.masked_fill(behind < 0, -torch.inf).softmax(-1)
-        out[:, begin - first : begin + 32 - first] = weights @ v[:, : begin + 32]
+        rows = range(begin, min(begin + 32, T))
+        scores = q[:, begin - first : rows.stop - first] @ k[:, : rows.stop].transpose(1, 2)
+        for row, i in enumerate(rows):
+            scores[:, row, i + 1 :] = -torch.inf
+            if prior is not None:
+                scores[:, row, : i + 1] += scale[:, i, None] * prior[:, : i + 1].flip(-1)
+        out[:, begin - first : rows.stop - first] = scores.softmax(-1) @ v[:, : rows.stop]
     return out
 
 
