@@ -216,7 +216,7 @@ class SharingScorer:
     advance(work) is called as the work, in the units of `cost`, is done.
     """
 
-    def __init__(self, model: GPT, cfg: PasskeyConfig, advance: Callable[[int], object] = lambda work: None):
+    def __init__(self, model: GPT, cfg: PasskeyConfig, advance: Callable[[int], object]):
         self.model, self.window, self.exact, self.advance = model, cfg.window or None, cfg.exact, advance
         self.before: Tensor | None = None  # the last batch, which the cache holds
 
