@@ -2,10 +2,12 @@
 
 python eval_passkey.py out/ggd_bam_cpu                       # 1x to 16x the training length
 python eval_passkey.py out/a out/b --lengths=256,4096,16384  # one curve each
+python eval_passkey.py out/a --lengths=262144,1048576        # hours; after Ctrl-C the same with --resume goes on
 
 For every length and depth the answer is right only if each of its tokens is the most likely one, given the true ones
 before it (the same as greedy decoding of the whole answer). Prints a table, saves curves and depth x length pictures,
-appends a record.
+appends a record. The prompts of a length come in the order of their depths, and what a prompt shares with the one
+before it, the filler up to that one's needle, is not computed again: half of the work.
 """
 
 import math
@@ -25,13 +27,27 @@ from tqdm import tqdm
 import configurator
 from configurator import fail, user_errors
 from device import pick_device
-from model import load_checkpoint
-from records import BAR, STYLES, Run, aligned, append_record, distinct, folder_of, load_run, name_of, origin, wilson
-from streaming import score
+from model import GPT, load_checkpoint
+from records import (
+    BAR,
+    STYLES,
+    Run,
+    aligned,
+    append_record,
+    distinct,
+    finished,
+    folder_of,
+    load_run,
+    name_of,
+    origin,
+    wilson,
+)
+from streaming import KVCache, prefill, require_memory, score
 from tokenizer import encode_document
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
 LONGEST = 2**24  # tokens: up to here a float32 distance is exact
+PIECE = 2**14  # tokens between two updates of the time left
 
 # The texts of Mohtashami & Jaggi, "Landmark Attention" (2023), as the BAM paper uses them.
 DESCRIPTION = (
@@ -134,6 +150,8 @@ class PasskeyConfig:
     description: Literal["auto", "true", "false"] = "auto"  # begin with the paper's task description; auto: unless
     # tokens are bytes, where it takes 167 of them
     window: int = 0  # hide keys further away than this many tokens (with RoPE the paper's Local RoPE); 0: none
+    exact: bool = False  # compute also the blocks of keys that the prior makes too small to change a float32 result
+    resume: bool = False  # take over the lengths that the records already have for these weights and options
     batch_tokens: int = 16_384  # prompts are scored together up to this many tokens
     device: str = "auto"  # auto, cpu, cuda, ...
 
@@ -157,36 +175,78 @@ class Texts(NamedTuple):
 
 
 def make_prompts(enc: tiktoken.Encoding, texts: Texts, cfg: PasskeyConfig, length: int) -> list[Prompt]:
-    """The prompts of one length, seed by seed and depth by depth: a pure function of its arguments."""
-    prompts = []
-    for seed in cfg.seeds:
-        keys = np.random.default_rng((seed, length)).integers(10_000, 100_000, size=cfg.depths)
-        for key, depth in zip(keys.tolist(), np.linspace(0, 1, cfg.depths), strict=True):
-            prompts.append(passkey_prompt(enc, length, depth, key, WORDINGS[cfg.wording], *texts))
-    return prompts
+    """The prompts of one length, depth by depth and seed by seed: a pure function of its arguments."""
+    keys = [np.random.default_rng((seed, length)).integers(10_000, 100_000, size=cfg.depths) for seed in cfg.seeds]
+    return [
+        passkey_prompt(enc, length, depth, int(key), WORDINGS[cfg.wording], *texts)
+        for depth, row in zip(np.linspace(0, 1, cfg.depths), np.transpose(keys), strict=True)
+        for key in row
+    ]
 
 
-def retrieved(
-    scorer: Callable[[Tensor, int], Tensor],
-    prompts: list[Prompt],
-    batch_tokens: int,
-    progress: Callable[[int], object] = lambda done: None,
-) -> list[bool]:
-    """Is every token of a prompt's answer the most likely one? scorer(idx (B, T), n_last) -> argmax (B, n_last)."""
-    found, size = [], max(1, batch_tokens // len(prompts[0].tokens))
+def batches(prompts: list[Prompt], batch_tokens: int) -> Iterator[tuple[list[Prompt], Tensor, int]]:
+    """Prompts that are scored together, their tokens (B, T), and the tokens of the longest answer."""
+    size = max(1, batch_tokens // len(prompts[0].tokens))
     for begin in range(0, len(prompts), size):
         batch = prompts[begin : begin + size]
-        idx = torch.tensor([p.tokens for p in batch])
-        n_last = max(p.answer for p in batch)
+        yield batch, torch.tensor([p.tokens for p in batch]), max(p.answer for p in batch)
+
+
+def retrieved(scorer: Callable[[Tensor, int], Tensor], prompts: list[Prompt], batch_tokens: int) -> list[bool]:
+    """Is every token of a prompt's answer the most likely one? scorer(idx (B, T), n_last) -> argmax (B, n_last)."""
+    found = []
+    for batch, idx, n_last in batches(prompts, batch_tokens):
         right = scorer(idx, n_last).cpu() == idx[:, -n_last:]
         found += [bool(row[n_last - p.answer :].all()) for row, p in zip(right, batch, strict=True)]
-        progress(len(batch))
     return found
+
+
+def shared_beginning(before: Tensor | None, idx: Tensor, n_last: int) -> int:
+    """How many of the first tokens each row of idx (B, T) has in common with the same row of `before`, a batch of any
+    shape or none. At least the last n_last + 2 do not count: the answer and the query that predicts it are computed."""
+    if before is None or before.shape != idx.shape:
+        return 0
+    kept = idx.shape[1] - n_last - 2
+    differs = (before[:, :kept] != idx[:, :kept]).any(0).nonzero()
+    return int(differs[0]) if len(differs) else kept
+
+
+class SharingScorer:
+    """A scorer for `retrieved` that keeps the keys and values of what a batch shares with the one before it.
+
+    advance(work) is called as the work, in the units of `cost`, is done.
+    """
+
+    def __init__(self, model: GPT, cfg: PasskeyConfig, advance: Callable[[int], object]):
+        self.model, self.window, self.exact, self.advance = model, cfg.window or None, cfg.exact, advance
+        self.before: Tensor | None = None  # the last batch, which the cache holds
+
+    def __call__(self, idx: Tensor, n_last: int) -> Tensor:
+        B, T = idx.shape
+        if self.before is None or self.before.shape != idx.shape:
+            self.before, self.cache = None, KVCache(self.model, B, T - 1, exact=self.exact)
+        self.cache.rewind(shared_beginning(self.before, idx, n_last))
+        self.before = idx
+        rest = idx[:, self.cache.used :].to(self.model.embedding.weight.device)
+        for piece in rest[:, : -n_last - 1].split(max(1, PIECE // B), dim=1):
+            prefill(self.model, piece, self.cache, window=self.window)
+            self.advance(B * (cost(self.cache.used) - cost(self.cache.used - piece.shape[1])))
+        return score(self.model, rest[:, -n_last - 1 :], n_last, self.cache, self.window)[1]
 
 
 def cost(length: int) -> int:
     """Work of one prompt in arbitrary units, for the time left: matrix products per token, attention per pair."""
     return length * (length + 2_000)
+
+
+def work(prompts: list[Prompt], batch_tokens: int) -> int:
+    """What a SharingScorer will have to do, in the units of `cost`."""
+    total, before = 0, None
+    for _, idx, n_last in batches(prompts, batch_tokens):
+        B, T = idx.shape
+        total += B * (cost(T - n_last - 1) - cost(shared_beginning(before, idx, n_last)))
+        before = idx
+    return total
 
 
 def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
@@ -201,10 +261,11 @@ def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
     return Texts(filler, DESCRIPTION if described else "")
 
 
-def check(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...]) -> None:
+def check(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> None:
     """Raises ValueError or OSError, in one sentence, for all that cannot work: it shows before hours of work."""
     run = load_run(path, torch.device("cpu"))
     make_prompts(run.enc, texts_for(run, cfg), cfg, min(lengths))
+    require_memory(run.model.cfg, 1, max(lengths), device)
 
 
 def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
@@ -212,33 +273,38 @@ def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: to
     with user_errors():
         run = load_run(path, device)
         texts = texts_for(run, cfg)
-
-    def scorer(idx: Tensor, n_last: int) -> Tensor:
-        return score(run.model, idx.to(device), n_last, window=cfg.window or None)[1]
-
-    units, about = len(cfg.seeds) * cfg.depths, origin(run)
-    bar = tqdm(total=sum(units * cost(n) for n in lengths), desc=name_of(path), bar_format=BAR, disable=None)
+    file, about = folder_of(path) / "passkey.jsonl", origin(run)
     for length in lengths:
+        cell = {"metric": "passkey", "length": length, "config": identity(cfg, texts)}
+        if cfg.resume and (record := finished(file, cell | {"weights": about["weights"]})):
+            yield record
+            continue
         began = time.time()
         with user_errors():
             prompts = make_prompts(run.enc, texts, cfg, length)
-        bar.set_postfix_str(f"{length:,} tokens")
-        found = retrieved(scorer, prompts, cfg.batch_tokens, lambda n, length=length: bar.update(n * cost(length)))
-        config = asdict(cfg) | {"description": bool(texts.description)}
-        record = result(found, cfg) | {"length": length, "config": config, "seconds": round(time.time() - began, 2)}
-        append_record(folder_of(path) / "passkey.jsonl", record | about)
-        yield record | about
-    bar.close()
+        label, total = f"{name_of(path)}, {length:,} tokens", work(prompts, cfg.batch_tokens)
+        with tqdm(total=total, desc=label, bar_format=BAR, disable=None) as bar:
+            scorer = SharingScorer(run.model, cfg, bar.update)
+            found = retrieved(scorer, prompts, cfg.batch_tokens)
+        seconds, skipped = round(time.time() - began, 2), scorer.cache.skipped().round(decimals=4).tolist()
+        record = cell | result(found, cfg) | {"seconds": seconds, "skipped_blocks": skipped} | about
+        append_record(file, record)
+        yield record
+
+
+def identity(cfg: PasskeyConfig, texts: Texts) -> dict:
+    """The options that the answers depend on: with the weights and the length, what tells records apart."""
+    free = ("lengths", "resume", "batch_tokens", "device")
+    return {k: v for k, v in asdict(cfg).items() if k not in free} | {"description": bool(texts.description)}
 
 
 def result(found: list[bool], cfg: PasskeyConfig) -> dict:
     """The numbers of one length."""
     return {
-        "metric": "passkey",
         "correct": sum(found),
         "n": len(found),
         "interval_95": [round(x, 4) for x in wilson(sum(found), len(found))],
-        "by_depth": np.reshape(found, (len(cfg.seeds), cfg.depths)).mean(0).round(4).tolist(),
+        "by_depth": np.reshape(found, (cfg.depths, len(cfg.seeds))).mean(1).round(4).tolist(),
     }
 
 
@@ -308,7 +374,7 @@ def main() -> None:
         block_size = load_checkpoint(runs[0])["model_config"]["block_size"]
         lengths = tuple(sorted(set(cfg.lengths))) or tuple(m * block_size for m in MULTIPLES)
         for run in runs:
-            check(run, cfg, lengths)
+            check(run, cfg, lengths, device)
     results: dict[str, list[dict]] = {run: [] for run in runs}
     stopped = False
     try:
@@ -317,7 +383,7 @@ def main() -> None:
                 results[run].append(record)
     except KeyboardInterrupt:
         stopped = True
-        print("stopped; the lengths that were done are in the records")
+        print("stopped; the lengths that were done are in the records, and the same command with --resume goes on")
     results = {run: records for run, records in results.items() if records}
     if results:
         print(table(results))

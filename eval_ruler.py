@@ -32,7 +32,7 @@ import records
 from configurator import user_errors
 from device import pick_device
 from eval_passkey import FILLERS, LONGEST, MULTIPLES, cell, cost
-from streaming import generate, score
+from streaming import KVCache, generate, score
 from tokenizer import encode_document, get_tokenizer
 
 HAYSTACK = Path(__file__).resolve().parent / "data" / "pydocs" / "pydocs.txt"
@@ -267,9 +267,11 @@ def ask(run: records.Run, sample: Sample) -> Outcome:
     whole = encode_document(enc, sample.prompt + sample.prefix + sample.answer)
     assert whole[: len(prompt)] == prompt, "a token spans the border of prompt and answer"
     answer = torch.tensor([whole[len(prompt) :]])
-    log_p, best = score(run.model, torch.tensor([whole], device=device), answer.shape[1])
-    idx = torch.tensor([prompt], device=device)
-    new = generate(run.model, idx, BUDGET[enc.name], stop=enc.eot_token)[0].tolist()
+    cache = KVCache(run.model, 1, len(prompt) + max(answer.shape[1], BUDGET[enc.name]))
+    log_p, best = score(run.model, torch.tensor([whole], device=device), answer.shape[1], cache)
+    cache.rewind(len(prompt) - 1)  # and go on from the prompt's last token, without the answer
+    last = torch.tensor([prompt[-1:]], device=device)
+    new = generate(run.model, last, BUDGET[enc.name], stop=enc.eot_token, cache=cache)[0].tolist()
     text = enc.decode([token for token in new if token < enc.n_vocab])
     return Outcome(string_match_all(text, sample.values), (best.cpu() == answer)[0].tolist(), -log_p.sum().item())
 
@@ -308,7 +310,7 @@ def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[st
     file, about = records.folder_of(path) / "ruler.jsonl", records.origin(run)
     cells = list(cells_of(run, cfg, lengths, essay))
     done = [cfg.resume and records.finished(file, c | {"weights": about["weights"]}) for c in cells]
-    work = [2 * cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
+    work = [cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
     total = cfg.samples * sum(w for w, record in zip(work, done, strict=True) if not record)
     bar = tqdm(total=total, desc=records.name_of(path), bar_format=records.BAR, disable=None)
     for c, w, record in zip(cells, work, done, strict=True):

@@ -1,118 +1,278 @@
 """The model of model.py over very long texts: the same weights and the same formulas, in memory linear in the length.
 
-Three things are different from a training forward:
+Four things are different from a training forward:
 - keys and values are kept in a cache that is allocated once, and the text passes through the model in chunks;
-- attention works on blocks of queries. A block needs the log-prior of its rows against all keys, a strip whose element
-  (i, j) depends on i - j only (times ln n of the row). The strip is a strided view of one vector per head, never
-  computed by element;
+- attention works on tiles, a block of queries against some of its keys at a time. The log-prior of a tile depends on
+  i - j only (times ln n of the row), so it is a strided view of one vector per head, never computed by element;
+- blocks of keys that the prior makes too small to change a float32 result are not computed (see `needed_blocks`), so
+  that a head whose prior falls off costs linear time;
 - the last layer's attention and MLP, and the output layer, run only for the positions that are asked for.
+
+The tiles of a query are joined by Bayes' rule. On the keys of a tile A alone the posterior is softmax over A, with
+the expectation y_A and the evidence E_A = sum_A e^score; over two sets of keys it is the mixture
+
+    y = (E_A y_A + E_B y_B) / (E_A + E_B).
+
+Scores, softmax and sums are float32 whatever the cache holds; no matrix of queries x keys outlives its tile.
 """
 
-import copy
+import math
+import os
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, CausalSelfAttention, Layout
+from model import GPT, LOSS_CHUNK, CausalSelfAttention, Layout, ModelConfig
 
-CHUNK_TOKENS = 2048  # tokens that pass through a layer at once, over the batch
-STRIP_ELEMENTS = 2**18  # queries x keys of a strip: 1 MiB a head, so that it stays in a CPU's cache
+BLOCK = 256  # queries of a block, and keys of a block that is computed or skipped
+SKIP_TOLERANCE = 1e-8  # posterior mass that may be left out in all; half a unit of float32's last place is 6e-8
+CHUNK_TOKENS, TILE_SCORES = 2**11, 2**19  # CPU: tokens through a layer, and scores, at once; 2 MiB stay in its cache
+CUDA_CHUNK_TOKENS, CUDA_TILE_SCORES = 2**14, 2**26  # at most; fewer scores where little memory is free
+HIDDEN = torch.finfo(torch.float32).min  # finite, so that a row whose keys are all hidden in one tile is not NaN
+
+
+def cache_bytes(cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Memory of the keys and values of a cache; the priors beside them are 4 bytes per layer, head and token."""
+    return 2 * cfg.n_layer * batch * length * cfg.n_embd * dtype.itemsize
+
+
+def cache_dtype(device: torch.device) -> torch.dtype:
+    """float32 on a CPU; float16 on CUDA, which holds three bits more than bfloat16 from 6e-5 to 65,504. There lie keys
+    and values, being products of normalised inputs; one beyond would end in NaN, and dtype=torch.bfloat16 helps."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def require_memory(cfg: ModelConfig, batch: int, length: int, device: torch.device) -> None:
+    """ValueError if a device could not hold the cache even if it held nothing else."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:  # the meta device, which holds nothing, or a system that does not tell
+        return
+    if (needed := cache_bytes(cfg, batch, length, cache_dtype(device))) > total:
+        raise ValueError(
+            f"the cache of {batch} x {length:,} tokens takes {needed / 2**30:.1f} GiB, and {device} has "
+            f"{total / 2**30:.1f} GiB; choose a shorter length"
+        )
+
+
+def block_maxima(values: Tensor) -> Tensor:
+    """(H, n) -> (H, blocks): the largest of each BLOCK values, the last of which may be fewer."""
+    H, n = values.shape
+    return F.pad(values, (0, -n % BLOCK), value=-torch.inf).reshape(H, -(-n // BLOCK), BLOCK).amax(-1)
+
+
+class LayerCache:
+    """What one layer knows of the tokens so far: keys and values, (B, H, length, D) each, and its log-prior."""
+
+    @torch.no_grad()
+    def __init__(self, attn: CausalSelfAttention, batch: int, length: int, dtype: torch.dtype):
+        H, device = attn.cfg.n_head, attn.qkv.weight.device
+        self.keys = torch.empty(batch, H, length, attn.cfg.head_dim, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        self.norms = torch.zeros(H, -(-length // BLOCK), device=device)  # the largest |k| of a block, over the batch
+        prior = attn.log_prior(length)
+        prior = torch.zeros(1, length, device=device) if prior is None else prior  # (H or 1, length) by distance
+        # from the farthest distance to 0, then the future
+        self.reversed_prior = F.pad(prior.flip(-1), (0, BLOCK), value=-torch.inf).expand(H, -1)
+        # the distances from a block of queries to the block of keys b + 1 before it are in the blocks b and b + 1
+        peaks = block_maxima(prior)
+        self.ceilings = torch.maximum(peaks[:, :-1], peaks[:, 1:]).expand(H, -1)
+        self.prior_has_row_scale = attn.prior_has_row_scale
+        self.computed, self.visible = torch.zeros(H, dtype=torch.int64), 0  # blocks of keys, over blocks of queries
+
+    def append(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Put k, v (B, H, T, D) at the places from `start` on. Norms are taken anew from the block `start` is in."""
+        end, first = start + k.shape[2], start // BLOCK
+        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
+        norms = block_maxima(self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0))
+        self.norms[:, first : first + norms.shape[-1]] = norms
 
 
 class KVCache:
-    """Keys and values of every layer for up to `length` tokens, each (B, H, length, D); `used` of them are filled."""
+    """Keys and values of all layers for up to `length` tokens in `batch` rows; `used` of them are filled.
 
-    def __init__(self, model: GPT, batch: int, length: int):
-        cfg, weight = model.cfg, model.embedding.weight
-        shape = (batch, cfg.n_head, length, cfg.head_dim)
-        self.keys = [torch.empty(shape, device=weight.device) for _ in range(cfg.n_layer)]
-        self.values = [torch.empty(shape, device=weight.device) for _ in range(cfg.n_layer)]
-        self.batch, self.length, self.used = batch, length, 0
+    exact: compute every block of keys, also those that cannot change a float32 result. dtype: of keys and values; none
+    given: see `cache_dtype`. Raises ValueError if the device can never hold it.
+    """
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put k, v (B, H, T, D) behind the `used` ones; returns all keys and values so far, as views."""
-        end = self.used + k.shape[2]
-        self.keys[layer][:, :, self.used : end] = k
-        self.values[layer][:, :, self.used : end] = v
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+    def __init__(self, model: GPT, batch: int, length: int, exact: bool = False, dtype: torch.dtype | None = None):
+        device = model.embedding.weight.device
+        require_memory(model.cfg, batch, length, device)
+        dtype = dtype or cache_dtype(device)
+        self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
+        self.model, self.batch, self.length, self.exact, self.dtype, self.used = model, batch, length, exact, dtype, 0
+        self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0] // 16  # a tile holds scores and weights, 4 bytes each; half stays
+            self.chunk_tokens, self.tile_scores = CUDA_CHUNK_TOKENS, min(CUDA_TILE_SCORES, free)
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens, to go on from there with others."""
+        if not 0 <= length <= self.used:
+            raise ValueError(f"cannot rewind to {length} tokens; the cache holds {self.used}")
+        self.used = length
 
     def fork(self, batch: int) -> "KVCache":
-        """A copy with the same room and `batch` rows, a multiple of this cache's: row r is copied from row
-        r * self.batch // batch. For texts that share a beginning, which is then computed once."""
-        new = copy.copy(self)
-        new.batch, new.keys, new.values = batch, [], []
-        for old, copies in ((self.keys, new.keys), (self.values, new.values)):
-            for tensor in old:
-                room = tensor.new_empty((batch, *tensor.shape[1:]))
-                room[:, :, : self.used] = tensor[:, :, : self.used].repeat_interleave(batch // self.batch, dim=0)
-                copies.append(room)
-        return new
+        """A copy of this cache as `batch` rows, for texts that share this beginning: as many copies of each row as it
+        takes, side by side."""
+        times, uneven = divmod(batch, self.batch)
+        if uneven or not times:
+            raise ValueError(f"a cache of {self.batch} rows cannot be forked into {batch}; give a multiple of it")
+        copy = KVCache(self.model, batch, self.length, self.exact, self.dtype)
+        for old, new in zip(self.layers, copy.layers, strict=True):
+            new.append(0, *(t[:, :, : self.used].repeat_interleave(times, 0) for t in (old.keys, old.values)))
+        copy.used = self.used
+        return copy
+
+    def skipped(self) -> Tensor:
+        """Share of the visible blocks of keys, over all blocks of queries so far, that were skipped: (layers, H)."""
+        return torch.stack([1 - layer.computed.double() / max(1, layer.visible) for layer in self.layers])
 
 
-def prior_strip(prior: Tensor, rows: int, log_n: Tensor | None) -> Tensor:
-    """Log-prior of the last `rows` of S queries, the last query first, by S keys: (H, S) by distance -> (H, rows, S).
+class Queries(NamedTuple):
+    """A block of queries at the positions stop - R ... stop - 1, the last one first: so its strips are views."""
 
-    Row r belongs to query S - 1 - r. It is the reversed vector from place r on, with r hidden (-inf) future keys
-    behind it: in this order the strip is a plain view of one padded vector. With log_n (rows, 1), in the same order,
-    row r is multiplied by ln n, which needs a copy. Only a query that sees a single key has ln n = 0; its weight is 1
-    whatever the scale, and a scale just above 0 keeps hidden keys at -inf where 0 would make them NaN.
+    q: Tensor  # (B, H, R, D), scaled as `project` does
+    scale: Tensor  # (R, 1): the factor of the log-prior of each row, ln n or 1
+    stop: int
+    window: int | None  # keys further away than this are hidden
+
+
+def prior_strip(reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int) -> Tensor:
+    """Log-prior of the queries stop - 1, stop - 2, ... (rows of them) by the keys begin ... end - 1, for some heads.
+
+    reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf -> (h, rows, end - begin). Row r is
+    of query stop - 1 - r: from key to key and from row to row the distance falls by one, so each row is the vector
+    from one place further on, and all of them are a view. Places past distance 0 are the future, hidden by -inf.
     """
-    strip = F.pad(prior.flip(-1), (0, rows - 1), value=-torch.inf).unfold(-1, prior.shape[-1], 1)
-    return strip if log_n is None else strip * log_n.clamp(min=1e-30)
+    place, keys = reversed_prior.shape[-1] - BLOCK - stop + begin, end - begin
+    return reversed_prior[:, place : place + keys + rows - 1][heads].unfold(-1, keys, 1)
 
 
-def attend(
-    attn: CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, prior: Tensor, layout: Layout, window: int | None
-) -> Tensor:
-    """Posterior expectation of the values for the last R of S positions.
+def attend_tile(
+    layer: LayerCache, queries: Queries, heads: list[int] | slice, begin: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """The posterior over the keys begin ... end - 1 alone, for some of the heads (h of them).
 
-    q (B, H, R, D), k, v (B, H, S, D) -> (B, H, R, D); prior (H or 1, >= S) by distance, -inf beyond the window.
+    Returns the expectation of the values (B, h, R, D) and the logarithm of the evidence (B, h, R, 1), from the largest
+    weight w = e^(top - ln E), which is at least 1 / keys.
     """
-    R, S = q.shape[2], k.shape[2]
-    out = torch.empty_like(q)
-    step = max(1, STRIP_ELEMENTS // S)
-    for begin in range(0, R, step):
-        end = min(begin + step, R)
-        first = 0 if window is None else max(0, S - R + begin - window)  # the block sees keys first ... last - 1
-        last = S - R + end
-        log_n = layout.log_n[0, 0, begin:end].flip(0) if attn.prior_has_row_scale else None
-        strip = prior_strip(prior[:, : last - first], end - begin, log_n)[None]
-        keys, values = k[:, :, first:last], v[:, :, first:last]
-        y = F.scaled_dot_product_attention(q[:, :, begin:end].flip(2), keys, values, attn_mask=strip, scale=1.0)
-        out[:, :, begin:end] = y.flip(2)
+    q, keys, values = queries.q[:, heads], layer.keys[:, heads, begin:end], layer.values[:, heads, begin:end]
+    rows = q.shape[2]
+    strip = prior_strip(layer.reversed_prior, heads, rows, begin, end, queries.stop)
+    scores = (q @ keys.float().transpose(-2, -1)).addcmul_(strip, queries.scale)  # (B, h, R, S)
+    if queries.window is not None and queries.stop - 1 - begin > queries.window:
+        i = torch.arange(queries.stop - 1, queries.stop - 1 - rows, -1, device=q.device)
+        j = torch.arange(begin, end, device=q.device)
+        scores.masked_fill_(i[:, None] - j > queries.window, HIDDEN)
+    top, weights = scores.amax(-1, keepdim=True), scores.softmax(-1)
+    return weights @ values.float(), top - weights.amax(-1, keepdim=True).log()
+
+
+def needed_blocks(queries: Queries, log_evidence: Tensor, norms: Tensor, ceilings: Tensor, exact: bool) -> Tensor:
+    """Which far blocks of keys may matter to a block of queries: (H, blocks) bool.
+
+    log_evidence (B, H, R, 1): ln E of the near keys, which are always computed; norms and ceilings (H, blocks): the
+    largest |k| of each far block and the largest log-prior at its distances, before the row's scale.
+
+    The bound. By Cauchy-Schwarz no key of block t scores more than u = |q_i| max|k| + max_d(scale_i prior_d) in row i;
+    the scale is between the smallest and the largest of the rows, and a product with it is largest at one of the two,
+    whatever the prior's sign and shape. Skipped are the blocks where u - ln E <= ln(SKIP_TOLERANCE / n) in all rows, n
+    being the number of all keys. So all skipped keys together have at most the evidence n E SKIP_TOLERANCE / n, that
+    is a posterior mass m <= SKIP_TOLERANCE. With the kept mean y and the skipped mean z the result (1 - m) y + m z
+    differs from y by m (z - y): by less than float32 can tell from y, in units of the largest value.
+    """
+    if exact:
+        return torch.ones_like(norms, dtype=torch.bool)
+    content = queries.q.norm(dim=-1).amax((0, 2))[:, None] * norms
+    prior = torch.maximum(ceilings * queries.scale.min(), ceilings * queries.scale.max())
+    excess = content + prior - log_evidence.amin((0, 2))  # (H, blocks), nats
+    return ~(excess <= math.log(SKIP_TOLERANCE / queries.stop))  # a NaN is never skipped over
+
+
+def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
+    """Posterior expectation of the values for one block of queries: (B, H, R, D), the last query first.
+
+    First the near keys, those of the queries' own block and the one before, for all heads; then, tile by tile, the
+    far keys for the heads that need them.
+    """
+    q, _, stop, window = queries
+    B, H, rows, _ = q.shape
+    own = (stop - 1) // BLOCK
+    lowest = 0 if window is None else max(0, stop - rows - window) // BLOCK
+    near = max(lowest, own - 1)
+    y, log_evidence = attend_tile(layer, queries, slice(None), near * BLOCK, stop)
+    layer.computed += own + 1 - near
+    layer.visible += own + 1 - lowest
+    if near == lowest:
+        return y
+    ceilings = layer.ceilings[:, own - near : own - lowest].flip(-1)  # by block of keys, as the norms are
+    needed = needed_blocks(queries, log_evidence, layer.norms[:, lowest:near], ceilings, cache.exact)
+    size = max(1, cache.tile_scores // (B * H * rows * BLOCK))  # blocks of keys in a tile
+    tiles = F.pad(needed, (0, -needed.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1).cpu()  # (H, tiles)
+    for tile in tiles.any(0).nonzero().flatten().tolist():
+        first, last = lowest + tile * size, min(lowest + (tile + 1) * size, near)
+        heads = tiles[:, tile].nonzero().flatten().tolist()
+        layer.computed[heads] += last - first
+        heads = heads if len(heads) < H else slice(None)  # a slice copies nothing
+        y_far, log_far = attend_tile(layer, queries, heads, first * BLOCK, last * BLOCK)
+        log_near = log_evidence[:, heads]
+        total = torch.logaddexp(log_near, log_far)
+        y[:, heads] = y[:, heads] * (log_near - total).exp() + y_far * (log_far - total).exp()
+        log_evidence[:, heads] = total
+    return y
+
+
+def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layout, window: int | None) -> Tensor:
+    """Attention of the queries q (B, H, R, D) at the positions stop - R ... stop - 1, in blocks that end where blocks
+    of keys do. Only a query that sees a single key has ln n = 0; its weight is 1 whatever the scale, and a scale just
+    above 0 keeps its future at -inf, where 0 would make it NaN."""
+    out, start = torch.empty_like(q), stop - q.shape[2]
+    scale = layout.log_n[0, 0].clamp(min=1e-30) if layer.prior_has_row_scale else torch.ones_like(layout.log_n[0, 0])
+    begin = start
+    while begin < stop:
+        end = min(stop, (begin // BLOCK + 1) * BLOCK)
+        rows = slice(begin - start, end - start)
+        queries = Queries(q[:, :, rows].float().flip(2), scale[rows].flip(0), end, window)
+        out[:, :, rows] = attend_block(cache, layer, queries).flip(2)
+        begin = end
     return out
 
 
-def log_priors(model: GPT, length: int, window: int | None) -> list[Tensor]:
-    """For each layer the log-prior by distance, (H, length), or (1, length) where uniform; -inf beyond the window."""
-    found = []
-    for block in model.blocks:
-        prior = block.attn.log_prior(length)
-        prior = torch.zeros(1, length, device=model.embedding.weight.device) if prior is None else prior
-        if window is not None:
-            prior[:, window + 1 :] = -torch.inf
-        found.append(prior)
-    return found
-
-
-def forward_chunk(
-    model: GPT, idx: Tensor, cache: KVCache, priors: list[Tensor], wanted: int, window: int | None
-) -> Tensor:
+def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int, window: int | None) -> Tensor:
     """Run T more tokens (B, T) through all layers; returns the last block's last `wanted` outputs, (B, wanted, C)."""
-    T = idx.shape[1]
-    positions = torch.arange(cache.used, cache.used + T, device=idx.device)[None]
+    T, start = idx.shape[1], cache.used
+    positions = torch.arange(start, start + T, device=idx.device)[None]
     x, layout = model.embed(idx, positions), model.layout(positions, window)
-    for layer, block in enumerate(model.blocks):
+    for block, layer in zip(model.blocks, cache.layers, strict=True):
         q, k, v = block.attn.project(block.norm_attn(x), layout)
-        k, v = cache.append(layer, k, v)
-        if layer == model.cfg.n_layer - 1:
+        layer.append(start, k, v)
+        if layer is cache.layers[-1]:
             last = slice(T - wanted, None)
             x, q, layout = x[:, last], q[:, :, last], layout._replace(log_n=layout.log_n[:, :, last])
-        x = x + block.attn.merge(attend(block.attn, q, k, v, priors[layer], layout, window))
+        x = x + block.attn.merge(attend(cache, layer, q, start + T, layout, window))
         x = x + block.mlp(block.norm_mlp(x))
     cache.used += T
     return x
+
+
+def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int, window: int | None) -> Tensor:
+    """Append idx (B, T) to the cache, in chunks; returns the last block's last `wanted` outputs, (B, wanted, C)."""
+    B, T = idx.shape
+    if cache.batch != B or cache.used + T > cache.length:
+        raise ValueError(f"{B} x {cache.used} + {T} tokens do not fit a cache of {cache.batch} x {cache.length}")
+    if not 0 <= wanted <= T:
+        raise ValueError(f"wanted is {wanted}; it must be between 0 and the {T} tokens given")
+    outputs, step = [], max(1, cache.chunk_tokens // B)
+    for begin in range(0, T, step):
+        end = min(begin + step, T)
+        rows = max(0, min(end - (T - wanted), end - begin))  # how many of the wanted positions are in this chunk
+        outputs.append(forward_chunk(model, idx[:, begin:end], cache, rows, window))
+    return torch.cat(outputs, dim=1)
 
 
 @torch.no_grad()
@@ -121,18 +281,7 @@ def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0, window: in
 
     window: hide the keys that are further away than this many tokens, as in `GPT.forward`.
     """
-    B, T = idx.shape
-    if cache.batch != B or cache.used + T > cache.length:
-        raise ValueError(f"{B} x {cache.used} + {T} tokens do not fit a cache of {cache.batch} x {cache.length}")
-    if not 0 <= wanted <= T:
-        raise ValueError(f"wanted is {wanted}; it must be between 0 and the {T} tokens given")
-    priors, step = log_priors(model, cache.used + T, window), max(1, CHUNK_TOKENS // B)
-    outputs = []
-    for begin in range(0, T, step):
-        end = min(begin + step, T)
-        rows = max(0, min(end - (T - wanted), end - begin))  # how many of the wanted positions are in this chunk
-        outputs.append(forward_chunk(model, idx[:, begin:end], cache, priors, rows, window))
-    return model.logits(torch.cat(outputs, dim=1))
+    return model.logits(run_layers(model, idx, cache, wanted, window))
 
 
 @torch.no_grad()
@@ -148,10 +297,13 @@ def score(
     B, T = idx.shape
     if not 1 <= n_last < T:
         raise ValueError(f"n_last is {n_last}; it must be at least 1 and leave a token before it ({T} tokens given)")
-    cache = cache or KVCache(model, B, T - 1)
-    logits = prefill(model, idx[:, :-1], cache, wanted=n_last, window=window).float()
-    log_p = logits.log_softmax(-1).gather(-1, idx[:, -n_last:, None]).squeeze(-1)
-    return log_p, logits.argmax(-1)
+    x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last, window)
+    log_p, best, rows = [], [], max(1, LOSS_CHUNK // (B * model.cfg.padded_vocab))
+    for part, target in zip(x.split(rows, 1), idx[:, -n_last:].split(rows, 1), strict=True):
+        logits = model.logits(part).float()
+        log_p.append(logits.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1))
+        best.append(logits.argmax(-1))
+    return torch.cat(log_p, 1), torch.cat(best, 1)
 
 
 @torch.no_grad()
@@ -162,10 +314,11 @@ def generate(
     temperature: float = 0.0,
     stop: int | None = None,
     generator: torch.Generator | None = None,
+    cache: KVCache | None = None,
 ) -> Tensor:
     """Continue idx (B, T) by up to max_new_tokens: (B, new). Greedy at temperature 0, otherwise sampled; ends when
-    every row has produced the token `stop`."""
-    cache = KVCache(model, idx.shape[0], idx.shape[1] + max_new_tokens)
+    every row has produced the token `stop`. With a cache, idx goes on where the cache ends."""
+    cache = cache or KVCache(model, idx.shape[0], idx.shape[1] + max_new_tokens)
     new, piece = [], idx
     for _ in range(max_new_tokens):
         logits = prefill(model, piece, cache, wanted=1)[:, 0].float()

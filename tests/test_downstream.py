@@ -11,8 +11,10 @@ import torch
 from conftest import ENCODINGS, make_model
 
 import eval_downstream as E
-import prepare_fineweb
+import questions as Q
 import records
+import shards
+import streaming
 from model import GPT, ModelConfig, save_checkpoint
 from tokenizer import get_tokenizer
 
@@ -42,6 +44,14 @@ EXAMPLES = [
     ("high_school_chemistry", "Which is a metal? ", ["Sulfur", "Zinc", "Neon", "None of them"], 1),
     ("high_school_world_history", "Where is the façade of Petra?", ["Jordan", "Perú", "Oman", "NA"], 0),
 ]
+
+
+def load(task, cfg):
+    return Q.load_questions(task, cfg.num_fewshot, cfg.limit, cfg.data_dir)
+
+
+def measure(run, cfg, questions, progress):
+    return Q.measure_choices(run, questions, cfg.bos, cfg.batch_tokens, cfg.window_attention or None, progress)
 
 
 def write_rows(folder):
@@ -167,27 +177,27 @@ def test_the_harness_says_the_same(tokenizer, task, tmp_path):
     run = make_run(frozen_model(tokenizer), tokenizer)
     letters = task == "mmlu"
     cfg = E.DownstreamConfig(data_dir=str(write_rows(tmp_path)), bos=not letters, num_fewshot=int(letters))
-    subjects = E.load_questions(task, cfg)
+    subjects = load(task, cfg)
     found, groups = [], []
     for questions in subjects.values():
-        found += E.score_prompts(run.model, [E.encode_question(run.enc, q, cfg.bos) for q in questions], 400)
-        groups.append(E.measure_choices(run, cfg, questions, lambda done: None))
+        found += Q.score_prompts(run.model, [Q.encode_question(run.enc, q, cfg.bos) for q in questions], 400)
+        groups.append(measure(run, cfg, questions, lambda done: None))
     acc, acc_norm, expected = HARNESS[tokenizer, task]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-4)
-    result = E.pooled(groups)
+    result = Q.pooled(groups)
     assert (result["n"], result["right"], result["right_norm"]) == (len(expected), acc, acc_norm)
     assert result["chance"] == pytest.approx(np.mean([1 / len(row) for row in expected]))
 
 
 def test_pooled_standard_error_is_the_harness_s():
     groups = [{"n": n, "right": right, "right_norm": 0, **ZEROS} for right, n in ((3, 10), (40, 100), (12, 25))]
-    result = E.pooled(groups)
+    result = Q.pooled(groups)
     assert result["acc"] == pytest.approx(55 / 135) and result["n"] == 135
     assert result["acc_stderr"] == pytest.approx(0.042600643361512924, rel=1e-12)  # its pooled_sample_stderr
-    alone = E.pooled(groups[:1])
+    alone = Q.pooled(groups[:1])
     assert alone["acc_stderr"] == pytest.approx(math.sqrt(0.3 * 0.7 / 9))
-    assert E.pooled([{**groups[0], "n": 1, "right": 1}])["acc_stderr"] is None
+    assert Q.pooled([{**groups[0], "n": 1, "right": 1}])["acc_stderr"] is None
 
 
 ZEROS = {"guessed": 0.0, "longer": 0, "chosen": [0], "gold": [0]}
@@ -195,7 +205,7 @@ ZEROS = {"guessed": 0.0, "longer": 0, "chosen": [0], "gold": [0]}
 
 def test_prompts_to_the_letter(tmp_path):
     cfg = E.DownstreamConfig(data_dir=str(write_rows(tmp_path)), num_fewshot=1)
-    first = E.load_questions("mmlu", cfg)["high_school_chemistry"][0]
+    first = load("mmlu", cfg)["high_school_chemistry"][0]
     assert first.context == (
         "The following are multiple choice questions (with answers) about high school chemistry.\n\n"
         "Which is a metal?\nA. Sulfur\nB. Zinc\nC. Neon\nD. None of them\nAnswer: B\n\n"
@@ -203,26 +213,26 @@ def test_prompts_to_the_letter(tmp_path):
     )
     assert first.continuations == ["A", "B", "C", "D"] and first.gold == 2
     cfg = E.DownstreamConfig(data_dir=str(tmp_path))
-    last = E.load_questions("mmlu_continuation", cfg)["high_school_world_history"][-1]
+    last = load("mmlu_continuation", cfg)["high_school_world_history"][-1]
     begin = "The following are questions (with answers) about high school world history.\n\n"
-    assert last == E.Question(begin + "Question: In which year?\nAnswer:", ["1066", "1492", "1789", "1914"], 1)
-    arc = E.load_questions("arc_easy", cfg)[""]
+    assert last == Q.Question(begin + "Question: In which year?\nAnswer:", ["1066", "1492", "1789", "1914"], 1)
+    arc = load("arc_easy", cfg)[""]
     assert [q.gold for q in arc] == [0, 1, 0, 0, 0, 0, 2, 0]
-    assert arc[4] == E.Question("Question:   How many moons has Mercury?\n\nAnswer:", ["None", "NA", "1", "2"], 0)
+    assert arc[4] == Q.Question("Question:   How many moons has Mercury?\n\nAnswer:", ["None", "NA", "1", "2"], 0)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_space_at_the_end_of_the_context_belongs_to_the_continuation(tokenizer):
     enc = get_enc(tokenizer)
     for bos in (True, False):
-        prompt = E.encode_question(enc, E.Question("One two: \n", ["three", "three "], 0), bos)
+        prompt = Q.encode_question(enc, Q.Question("One two: \n", ["three", "three "], 0), bos)
         assert [enc.decode(row[prompt.first :]) for row in prompt.rows] == [" \n three", " \n three "]
         assert enc.decode(prompt.rows[0][: prompt.first]) == "<|endoftext|>" * bos + "One two:"
 
 
 def test_letters_are_four_tokens_of_gpt2():
     enc = get_enc("gpt2")
-    prompt = E.encode_question(enc, E.Question("Answer:", list("ABCD"), 0), False)
+    prompt = Q.encode_question(enc, Q.Question("Answer:", list("ABCD"), 0), False)
     assert [row[prompt.first :] for row in prompt.rows] == [[317], [347], [327], [360]]
 
 
@@ -245,8 +255,8 @@ def some_prompts():
     prompts = []
     for i in range(10):
         choices = [text[c * 40 :][: int(rng.integers(1, 30))] for c in range(2 + i % 4)]
-        question = E.Question("A shared beginning. " + text[i * 9 :][: 5 + 9 * i], choices, 0)
-        prompts.append(E.encode_question(enc, question, i < 9))
+        question = Q.Question("A shared beginning. " + text[i * 9 :][: 5 + 9 * i], choices, 0)
+        prompts.append(Q.encode_question(enc, question, i < 9))
     return prompts
 
 
@@ -255,32 +265,32 @@ def some_prompts():
 def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypatch):
     model, prompts = make_model(pe, ssmax), some_prompts()[::2]
     expected = [direct(model, prompt, window) for prompt in prompts]
-    monkeypatch.setattr(E, "LOGITS", 257 * 40)  # several pieces of logits a batch
+    monkeypatch.setattr(streaming, "LOSS_CHUNK", 257 * 40)  # several pieces of logits a batch
     for batch_tokens in (1, 10**6):
-        for ours, theirs in zip(E.score_prompts(model, prompts, batch_tokens, window), expected, strict=True):
+        for ours, theirs in zip(Q.score_prompts(model, prompts, batch_tokens, window), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
 
 
 def test_texts_that_share_nothing():
     model = make_model("ggd", True)
-    prompts = [some_prompts()[-1], E.Prompt([[5, 6], [5, 7]], 1), E.Prompt([[9, 6, 1], [9, 7]], 1)]
-    for ours, prompt in zip(E.score_prompts(model, prompts, 10**6), prompts, strict=True):
+    prompts = [some_prompts()[-1], Q.Prompt([[5, 6], [5, 7]], 1), Q.Prompt([[9, 6, 1], [9, 7]], 1)]
+    for ours, prompt in zip(Q.score_prompts(model, prompts, 10**6), prompts, strict=True):
         np.testing.assert_allclose(ours, direct(model, prompt), atol=1e-4)
-    assert E.shared_beginning(prompts) == 0
+    assert Q.shared_beginning(prompts) == 0
 
 
 def test_one_item_scored_three_ways():
     model = make_model("ggd", True)
-    question = E.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
-    prompt = E.encode_question(get_tokenizer("bytes"), question, True)
-    ours = E.score_prompts(model, [prompt], 10**6)[0]
+    question = Q.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
+    prompt = Q.encode_question(get_tokenizer("bytes"), question, True)
+    ours = Q.score_prompts(model, [prompt], 10**6)[0]
     for log_p, row in zip(ours, prompt.rows, strict=True):
         idx, targets = torch.tensor([row[:-1]]), torch.tensor([row[1:]])
         targets[:, : prompt.first - 1] = -100
         loss = model(idx, targets).item() * (len(row) - prompt.first)
-        cache, one_by_one = E.KVCache(model, 1, len(row)), 0.0
+        cache, one_by_one = Q.KVCache(model, 1, len(row)), 0.0
         for i, (token, following) in enumerate(zip(row, row[1:], strict=False), 1):
-            logits = E.prefill(model, torch.tensor([[token]]), cache, wanted=1)
+            logits = Q.prefill(model, torch.tensor([[token]]), cache, wanted=1)
             one_by_one += logits[0, 0].log_softmax(-1)[following].item() if i >= prompt.first else 0.0
         assert log_p == pytest.approx(-loss, abs=1e-5 * len(row)) == pytest.approx(one_by_one, abs=1e-5 * len(row))
 
@@ -297,17 +307,17 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     assert result["bits_per_byte"] == pytest.approx(math.log2(257))
     prompt = some_prompts()[3]
     expected = [-(len(row) - prompt.first) * math.log(257) for row in prompt.rows]
-    np.testing.assert_allclose(E.score_prompts(model, [prompt], 100)[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(Q.score_prompts(model, [prompt], 100)[0], expected, rtol=1e-6)
 
 
 def test_oracle_and_a_model_that_likes_the_first_choice(tmp_path, monkeypatch):
     cfg, run = E.DownstreamConfig(data_dir=str(write_rows(tmp_path))), make_run(make_model("nope", False))
-    questions = E.load_questions("arc_easy", cfg)[""]
+    questions = load("arc_easy", cfg)[""]
 
     def measure(prefers):
         rows = [[-100.0 * (i != prefers(q)) - 1 for i in range(len(q.continuations))] for q in questions]
-        monkeypatch.setattr(E, "score_prompts", lambda *rest: [np.array(row) for row in rows])
-        return E.measure_choices(run, cfg, questions, lambda done: None)
+        monkeypatch.setattr(Q, "score_prompts", lambda *rest: [np.array(row) for row in rows])
+        return measure(run, cfg, questions, lambda done: None)
 
     oracle, first = measure(lambda q: q.gold), measure(lambda q: 0)
     assert oracle["acc"] == oracle["acc_norm"] == 1 and oracle["acc_interval_95"][1] == 1
@@ -316,9 +326,9 @@ def test_oracle_and_a_model_that_likes_the_first_choice(tmp_path, monkeypatch):
 
 
 def test_ties_go_to_the_first_and_acc_norm_divides_by_characters():
-    question = E.Question("", ["aa", "öö", "aaaaaa", ""], 0)
-    assert E.choose(question, np.array([-4.0, -4.0, -9.0, -5.0])) == (0, 2)
-    assert E.choose(question, np.array([-4.0, -4.0, -12.0, -3.0])) == (3, 0)
+    question = Q.Question("", ["aa", "öö", "aaaaaa", ""], 0)
+    assert Q.choose(question, np.array([-4.0, -4.0, -9.0, -5.0])) == (0, 2)
+    assert Q.choose(question, np.array([-4.0, -4.0, -12.0, -3.0])) == (3, 0)
 
 
 # ---- perplexity
@@ -351,7 +361,7 @@ def test_by_context_scores_the_same_targets(window):
 
 def test_bits_per_byte_count_the_bytes_of_the_targets():
     run = make_run(frozen_model("gpt2"), "gpt2")
-    idx = torch.tensor([E.encode_document(run.enc, "Twelve words, naïve and 東京, that take more bytes than tokens.")])
+    idx = torch.tensor([Q.encode_document(run.enc, "Twelve words, naïve and 東京, that take more bytes than tokens.")])
     result = E.by_context(run, E.DownstreamConfig(stride=9), idx, 12, lambda done: None)
     size = len(run.enc.decode_bytes(idx[0, -9:].tolist()))
     assert size > 20 and result["bits_per_byte"] == pytest.approx(result["nll"] * 9 / math.log(2) / size)
@@ -381,13 +391,13 @@ def test_the_real_files():
     folder = os.environ["NANOBAM_TEST_DATA"]
     cfg = E.DownstreamConfig(data_dir=folder)
     for task in ("arc_easy", "arc_challenge"):
-        questions = E.load_questions(task, cfg)[""]
+        questions = load(task, cfg)[""]
         assert len(questions) == 300 and sorted({len(q.continuations) for q in questions}) == [3, 4]
         assert all(q.context.startswith("Question: ") for q in questions)
-    subjects = E.load_questions("mmlu", cfg)
+    subjects = load("mmlu", cfg)
     assert {s: len(q) for s, q in subjects.items()} == dict.fromkeys(subjects, 100) and len(subjects) == 6
     assert all(q.context.count("Answer:") == 6 for questions in subjects.values() for q in questions)
-    limited = E.load_questions("mmlu_continuation", E.DownstreamConfig(data_dir=folder, limit=7))
+    limited = load("mmlu_continuation", E.DownstreamConfig(data_dir=folder, limit=7))
     assert [len(q) for q in limited.values()] == [7] * 6
 
 
@@ -402,12 +412,12 @@ def test_parquet_and_the_hub_s_names_read_as_jsonl_does(tmp_path):
         datasets.Dataset.from_list(rows).to_parquet(there)
     local, hub = (E.DownstreamConfig(data_dir=str(folder), num_fewshot=0) for folder in (tmp_path, tmp_path / "hub"))
     with pytest.raises(ValueError, match="are both the test split of ARC-Easy"):
-        E.load_questions("arc_easy", local)
+        load("arc_easy", local)
     (tmp_path / "hub").rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").rename(tmp_path.parent / "hub_layout")
     hub.data_dir = str(tmp_path.parent / "hub_layout")
     for task in ("arc_easy", "mmlu", "mmlu_continuation"):
-        assert E.load_questions(task, local) == E.load_questions(task, hub)
+        assert load(task, local) == load(task, hub)
 
 
 def test_the_hub_is_asked_by_name(monkeypatch):
@@ -416,7 +426,7 @@ def test_the_hub_is_asked_by_name(monkeypatch):
     asked = []
     rows = [{"question": q, "choices": {"text": t, "label": list(k)}, "answerKey": a} for q, t, k, a in ARC]
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows)
-    assert len(E.load_questions("arc_challenge", E.DownstreamConfig())[""]) == 8
+    assert len(load("arc_challenge", E.DownstreamConfig())[""]) == 8
     assert asked == [(("allenai/ai2_arc", "ARC-Challenge"), {"split": "test"})]
 
 
@@ -495,10 +505,10 @@ def test_interrupted_and_resumed(run, tmp_path, monkeypatch, capsys):
 
 def test_shards_and_wikitext_as_sources(run, tmp_path):
     enc = get_tokenizer("bytes")
-    documents = [E.encode_document(enc, "word " * n) for n in (100, 3, 60)]
+    documents = [Q.encode_document(enc, "word " * n) for n in (100, 3, 60)]
     folder = tmp_path / "shards"
     folder.mkdir()
-    prepare_fineweb.write_shard(folder / "x_val_000000.bin", np.array(sum(documents, []), dtype=np.uint16))
+    shards.write_shard(folder / "x_val_000000.bin", np.array(sum(documents, []), dtype=np.uint16))
     loaded = records.load_run(str(run), torch.device("cpu"))
     found = E.read_documents(loaded, E.DownstreamConfig(source=str(folder)))
     assert [d.tolist() for d in found] == documents
@@ -506,7 +516,7 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
     file = tmp_path / "data/wikitext-2-raw-v1_test.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (found,) = E.read_documents(loaded, E.DownstreamConfig(source="wikitext", data_dir=str(tmp_path / "data")))
-    assert found.tolist() == E.encode_document(enc, " = Title = \n A line . \n")
+    assert found.tolist() == Q.encode_document(enc, " = Title = \n A line . \n")
 
 
 @pytest.mark.parametrize(
@@ -553,7 +563,7 @@ def test_a_row_of_another_schema_is_named(tmp_path, change):
     lines = [json.dumps(row) + "\n" for row in (good, good | change)]
     (tmp_path / "ARC-Easy_test.jsonl").write_text("".join(lines), encoding="utf-8")
     with pytest.raises(ValueError, match="row 2 of ARC-Easy test is not of the schema of allenai/ai2_arc"):
-        E.load_questions("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
+        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
 
 
 def test_damaged_file_is_named(tmp_path):
@@ -561,7 +571,7 @@ def test_damaged_file_is_named(tmp_path):
         (tmp_path / name).write_bytes(content)
     for task, name in (("arc_easy", "ARC-Easy_test.parquet"), ("mmlu_continuation", "test.jsonl")):
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
-            E.load_questions(task, E.DownstreamConfig(data_dir=str(tmp_path)))
+            load(task, E.DownstreamConfig(data_dir=str(tmp_path)))
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

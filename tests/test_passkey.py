@@ -11,6 +11,7 @@ from conftest import make_model
 
 import eval_passkey as E
 import exercises
+import streaming
 from model import save_checkpoint
 from tokenizer import EOT, get_tokenizer
 
@@ -51,6 +52,15 @@ def test_depth_is_kept_in_a_filler_without_spaces(enc):
         assert len(prompt.tokens) == 2000 and prompt.depth == pytest.approx(depth, abs=0.01)
 
 
+def test_a_million_tokens_take_a_few_encodings(enc, monkeypatch):
+    """Each is a fraction of a second, and so is a prompt; with gpt2 a quarter of it, to keep the test short."""
+    calls, encode = [], E.encode_document
+    monkeypatch.setattr(E, "encode_document", lambda *arguments: calls.append(1) or encode(*arguments))
+    length = 2**20 if enc.name == "bytes" else 2**18
+    prompt = E.passkey_prompt(enc, length, 0.3, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"])
+    assert len(prompt.tokens) == length and prompt.depth == pytest.approx(0.3, abs=1e-4) and len(calls) <= 10
+
+
 def test_answer_tokens(enc):
     prompt = E.passkey_prompt(enc, 300, 0.5, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"])
     assert prompt.answer == (6 if enc.name == "bytes" else len(enc.encode_ordinary(" 12345")))
@@ -87,6 +97,46 @@ def test_prompts_are_a_function_of_seed_and_length():
     made = [[p.tokens for p in E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(s,)), 256)] for s in (3, 3, 4)]
     first, again, other = made
     assert first == again != other
+
+
+def test_keys_and_depths_belong_together():
+    """Depth by depth, then seed by seed; the keys of a seed do not depend on the other seeds."""
+    enc = get_tokenizer("bytes")
+    both = E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(3, 4), depths=5), 500)
+    depths = [p.depth for p in both]
+    assert depths == sorted(depths) and depths[0] == depths[1] < depths[2]
+    alone = [E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(s,), depths=5), 500) for s in (3, 4)]
+    assert [p.tokens for p in both] == [p.tokens for pair in zip(*alone, strict=True) for p in pair]
+    by_depth = E.result([True, False] * 2 + [False] * 6, E.PasskeyConfig(seeds=(3, 4), depths=5))["by_depth"]
+    assert by_depth == [0.5, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("batch_tokens", "share"), [(900, 0.6), (2700, 0.75)])
+def test_shared_beginnings_change_no_answer_and_save_work(monkeypatch, batch_tokens, share):
+    """About half of the tokens, where prompts come one by one; fewer where some are scored together."""
+    enc, model, cfg = get_tokenizer("bytes"), make_model("ggd", True), E.PasskeyConfig(seeds=(1, 2), depths=12)
+    prompts = E.make_prompts(enc, TEXTS, cfg, 900)
+    alone = [streaming.score(model, torch.tensor([p.tokens]), p.answer)[1][0] for p in prompts]
+    done, passed, forward = [], [], streaming.forward_chunk
+
+    def counted(model, idx, *rest):
+        passed.append(idx.numel())
+        return forward(model, idx, *rest)
+
+    monkeypatch.setattr(streaming, "forward_chunk", counted)
+    monkeypatch.setattr(E, "PIECE", 200)
+    scorer = E.SharingScorer(model, cfg, done.append)
+    together = [row for _, idx, n_last in E.batches(prompts, batch_tokens) for row in scorer(idx, n_last)]
+    assert torch.equal(torch.stack(together), torch.stack(alone))
+    assert sum(done) == E.work(prompts, batch_tokens)
+    assert 0.45 < sum(passed) / (24 * 899) < share
+
+
+def test_shared_beginning():
+    a = torch.arange(20).view(2, 10)
+    b = a.clone()
+    b[1, 4] = 0
+    assert [E.shared_beginning(x, y, 2) for x, y in ((None, a), (a, b), (a, a), (a[:1], a))] == [0, 4, 6, 0]
 
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
@@ -153,6 +203,38 @@ def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
     assert stopped.value.code == 130
     assert len((run / "eval/passkey.jsonl").read_text(encoding="utf-8").splitlines()) == 1
     assert "stopped" in capsys.readouterr().out
+
+
+def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, capsys):
+    computed, whole = [], E.retrieved
+
+    def noted(scorer, prompts, *rest):
+        computed.append(len(prompts[0].tokens))
+        return whole(scorer, prompts, *rest)
+
+    monkeypatch.setattr(E, "retrieved", noted)
+    monkeypatch.setattr(E, "draw", lambda *arguments: [])
+    call(monkeypatch, run, "--depths=2", "--lengths=128")
+    call(monkeypatch, run, "--depths=2", "--lengths=128,300", "--resume", "--batch_tokens=400")
+    assert computed == [128, 300]
+    header = next(line for line in capsys.readouterr().out.splitlines() if "300" in line)
+    assert header.split() == ["run", "128", "300"]
+    for change in ("--depths=3", "--exact", "--seeds=2", "--window=50"):
+        call(monkeypatch, run, "--depths=2", "--lengths=128", "--resume", change)
+    assert computed == [128, 300] + 4 * [128]
+    call(monkeypatch, run, "--depths=2", "--lengths=128")
+    save_checkpoint(run / "last.pt", make_model("ggd", False).checkpoint() | {"tokenizer": "bytes", "step": 1})
+    call(monkeypatch, run, "--depths=2", "--lengths=128", "--resume")
+    assert computed == [128, 300] + 6 * [128]
+
+
+def test_too_long_for_the_memory_is_told_before_the_work(run, monkeypatch, capsys):
+    monkeypatch.setattr("os.sysconf", lambda name: 2**10)  # a machine of 1 MiB
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, run, "--depths=1", "--lengths=128,1048576", "--device=cpu")
+    printed = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and "choose a shorter length" in printed and "\n" not in printed
+    assert not (run / "eval").exists()
 
 
 @pytest.mark.parametrize(

@@ -275,11 +275,13 @@ def outcomes_of(monkeypatch, enc, samples, say, forced):
     """What ask() makes of a model that says say(sample) and finds forced(answer) the most likely tokens."""
     run, queue = Run("", make_model("nope", False), {}, enc), list(samples)
 
-    def generate(model, idx, new, stop):
-        assert idx.tolist() == [queue[0].tokens] and new == E.BUDGET[enc.name] and stop == enc.eot_token
+    def generate(model, idx, new, stop, cache):
+        assert idx.tolist() == [queue[0].tokens[-1:]] and cache.used == len(queue[0].tokens) - 1
+        assert new == E.BUDGET[enc.name] and stop == enc.eot_token
         return torch.tensor([enc.encode_ordinary(say(queue.pop(0)))[:new]])
 
-    def score(model, idx, n_last):
+    def score(model, idx, n_last, cache):
+        cache.used = idx.shape[1] - 1
         answer = idx[:, -n_last:]
         assert enc.decode(answer[0].tolist()) == queue[0].answer
         return torch.full(answer.shape, -0.5), forced(answer)
@@ -352,9 +354,9 @@ def quick(monkeypatch):
     """The whole way, but for the 512 tokens that are generated for each prompt."""
     asked = []
 
-    def generate(model, idx, new, stop):
-        asked.append(idx.shape[1])
-        return idx[:, -9:]
+    def generate(model, idx, new, stop, cache):
+        asked.append(cache.used)
+        return idx
 
     monkeypatch.setattr(E, "generate", generate)
     return asked
