@@ -1,22 +1,27 @@
-"""Speed and memory of a training step, as ratios to plain causal attention without any prior, in one run.
+"""Speed and memory of training steps and of very long texts, as ratios to plain causal attention in the same run.
 
-python bench.py                                  # the 120M shape at 512 tokens
-python bench.py config/ggd_bam_cpu.py --steps=3  # the shape of a config
+python bench.py                                            # a training step at the 120M shape, 512 tokens
+python bench.py config/ggd_bam_120m.py config/ggd_bam_1b.py         # the shapes of configs
+python bench.py --streaming out/ggd_bam_cpu --lengths=8192,32768    # scoring one answer at the end of a long text
 
-Every row is the forward and the backward pass of a whole model on the same random tokens. "plain" is the model without
-a prior on torch's own causal attention: what attention costs at least. It is timed first and last; if the two differ,
-the machine was busy with something else, and the ratios are worth as little.
+A training step is the forward and the backward pass of a whole model on random tokens. "plain" is the model without a
+prior on torch's own causal attention: what attention costs at least. It is timed first and last; if the two differ, the
+machine was busy with something else, and the ratios are worth as little.
 """
 
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,8 +29,10 @@ from torch import Tensor
 import configurator
 import model as M
 from configurator import fail, user_errors
-from device import device_name, peak_flops, pick_device, pick_dtype
-from records import aligned, append_record
+from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
+from eval_passkey import PasskeyConfig, make_prompts, texts_for
+from records import aligned, append_record, load_run, origin
+from streaming import KVCache, score
 from train import TrainConfig, documents
 
 ENCODINGS = tuple(pe + s for pe in ("nope", "sinusoidal", "rope", "alibi", "ggd") for s in ("", "-ssmax"))
@@ -35,18 +42,23 @@ ENCODINGS = tuple(pe + s for pe in ("nope", "sinusoidal", "rope", "alibi", "ggd"
 class BenchConfig:
     """What to time. Raises ValueError, in one sentence, if it makes no sense."""
 
-    encodings: tuple[str, ...] = ENCODINGS  # which rows; -ssmax behind a name: with Scalable-Softmax
-    batch_size: int = 0  # windows a step; 0: the batch_size of the config
-    steps: int = 10  # timed steps a row; their median is reported
-    warmup: int = 3  # steps before them, the compilation included
+    streaming: bool = False  # time a run on long texts instead of training steps
+    lengths: tuple[int, ...] = (2048, 8192, 32_768)  # streaming: tokens of the text, a passkey prompt
+    dense_up_to: int = 32_768  # streaming: longest text for the explicit computation, whose time is quadratic
+    encodings: tuple[str, ...] = ENCODINGS  # training: which rows; -ssmax behind a name: with Scalable-Softmax
+    batch_size: int = 0  # training: windows a step; 0: the batch_size of the config
+    steps: int = 10  # training: timed steps a row; their median is reported
+    warmup: int = 3  # training: steps before them, the compilation included
     device: str = "auto"  # auto, cpu, cuda, ...
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay float32
     records: str = "out/bench.jsonl"  # file to which the table is appended as records
 
     def __post_init__(self):
-        for name, least in (("batch_size", 0), ("steps", 1), ("warmup", 0)):
+        for name, least in (("batch_size", 0), ("steps", 1), ("warmup", 0), ("dense_up_to", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not self.lengths or min(self.lengths) < 256:
+            raise ValueError(f"lengths is {self.lengths}; it must hold numbers from 256")
         if unknown := set(self.encodings) - set(ENCODINGS):
             raise ValueError(f"encodings names {', '.join(sorted(unknown))}; it may hold {', '.join(ENCODINGS)}")
 
@@ -159,16 +171,10 @@ def shape_of(config: str | None) -> tuple[M.ModelConfig, int]:
     return M.ModelConfig(**shape), values.get("batch_size", TrainConfig.batch_size)
 
 
-def main() -> None:
-    (cfg,), configs = configurator.parse([BenchConfig], sys.argv[1:], __doc__, positional="configs")
-    if len(configs) > 1:
-        fail(f"{' '.join(configs)}: expected one config file at most")
+def bench_training(config: str | None, cfg: BenchConfig, device: torch.device, dtype: torch.dtype) -> None:
     with user_errors():
-        device, why = pick_device(cfg.device)
-        dtype, reason = pick_dtype(cfg.dtype, device)
-        model_cfg, batch_size = shape_of(configs[0] if configs else None)
+        model_cfg, batch_size = shape_of(config)
     cfg = replace(cfg, batch_size=cfg.batch_size or batch_size)
-    print(f"{device_name(device)} ({why}), {str(dtype).removeprefix('torch.')} ({reason}), torch {torch.__version__}")
     print(f"{model_cfg.n_layer} layers of {model_cfg.n_embd}, {cfg.batch_size} x {model_cfg.block_size} tokens a step")
     about = {
         "metric": "training step",
@@ -184,6 +190,144 @@ def main() -> None:
         append_record(Path(cfg.records), found[-1] | about)
     header = ["case", "tokens/s", "of plain", "GB", "of plain", "MFU"]
     print("\n" + aligned([header, *(row_of(record, found[0]) for record in found)]))
+
+
+# Long texts. Each way of scoring the answer at the end of a passkey prompt runs in a process of its own, whose peak
+# memory is then that of this way.
+
+
+def score_skipping(model: M.GPT, idx: Tensor, n_last: int) -> tuple[Tensor, Tensor]:
+    cache = KVCache(model, 1, idx.shape[1] - 1)
+    return score(model, idx, n_last, cache)[1], cache.skipped()
+
+
+def score_exactly(model: M.GPT, idx: Tensor, n_last: int) -> tuple[Tensor, None]:
+    return score(model, idx, n_last, KVCache(model, 1, idx.shape[1] - 1, exact=True))[1], None
+
+
+@torch.no_grad()
+def score_by(attention: Callable[..., Tensor], model: M.GPT, idx: Tensor, n_last: int) -> tuple[Tensor, None]:
+    """Every layer and the output layer for all positions, without a cache."""
+    positions = torch.arange(idx.shape[1] - 1, device=idx.device)[None]
+    x, layout = model.embed(idx[:, :-1], positions), model.layout(positions)
+    for block in model.blocks:
+        q, k, v = block.attn.project(block.norm_attn(x), layout)
+        x = x + block.attn.merge(attention(block.attn, q, k, v, layout))
+        x = x + block.mlp(block.norm_mlp(x))
+    return model.logits(x)[:, -n_last:].argmax(-1), None
+
+
+def dense_attention(attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, layout: M.Layout) -> Tensor:
+    """As it is written on paper: explicit float32 scores in blocks of 256 queries, and a power for each of them."""
+    T, out = q.shape[2], []
+    for begin in range(0, T, 256):
+        i, j = torch.arange(begin, min(begin + 256, T), device=q.device)[:, None], torch.arange(T, device=q.device)
+        scores = q[:, :, begin : begin + 256] @ k.transpose(-2, -1)
+        if attn.cfg.pe == "ggd":
+            theta_alpha, theta_beta = (t[:, None, None] for t in (attn.prior.theta_alpha, attn.prior.theta_beta))
+            base = (i - j).abs().float() + M.EPSILON
+            bias = -torch.exp((theta_alpha + theta_beta * base.log()).clamp(max=M.MAX_EXPONENT))  # (H, 256, T)
+            scale = attn.s[:, None, None] * layout.log_n[0, 0, begin : begin + 256] if attn.cfg.ssmax else 1.0
+            scores = scores + bias * scale
+        elif attn.cfg.pe == "alibi":
+            scores = scores - attn.slopes[:, None, None] * (i - j)
+        out.append(scores.masked_fill(j > i, -torch.inf).softmax(-1) @ v)
+    return torch.cat(out, dim=2)
+
+
+def causal_attention(attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, layout: M.Layout) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)  # the answer is not the model's
+
+
+WAYS = {
+    "plain causal SDPA": partial(score_by, causal_attention),
+    "dense": partial(score_by, dense_attention),
+    "exact": score_exactly,
+    "skipping": score_skipping,
+}
+
+
+def time_way(way: str, path: str, length: int, device: torch.device) -> dict:
+    """Seconds and bytes above the loaded model for scoring one answer; whether it is right; what was skipped."""
+    run, cfg = load_run(path, device), PasskeyConfig(depths=3)
+    texts = texts_for(run, cfg)
+    times = []
+    for tokens in (512, length):  # the short one starts threads and kernels
+        prompt = make_prompts(run.enc, texts, cfg, tokens)[1]  # the needle in the middle
+        idx, before = torch.tensor([prompt.tokens], device=device), peak_memory(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        began = time.perf_counter()
+        best, skipped = WAYS[way](run.model, idx, prompt.answer)
+        right = bool((best == idx[:, -prompt.answer :]).all())  # this waits for the device
+        times.append(time.perf_counter() - began)
+    found = {"way": way, "length": length, "seconds": times[-1], "right": right}
+    found["bytes"] = None if before is None else peak_memory(device) - before
+    return found | {"skipped_blocks": None if skipped is None else skipped.tolist()}
+
+
+def in_a_process(*arguments) -> dict:
+    """`time_way` in a new process, or why it was not possible."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(time_way, *arguments).result()
+        except Exception as error:  # above all memory
+            return {"way": arguments[0], "length": arguments[2], "error": type(error).__name__}
+
+
+def streaming_row(record: dict, plain: dict) -> list[str]:
+    if "error" in record:
+        return [f"{record['length']:,}", record["way"], record["error"], "", "", "", ""]
+    seconds, memory = record["seconds"], record["bytes"]
+    skipped = record["skipped_blocks"]
+    return [
+        f"{record['length']:,}",
+        record["way"],
+        f"{seconds:.2f}",
+        f"{1000 * seconds / record['length']:.4f}",
+        f"{seconds / plain['seconds']:.2f}" if "error" not in plain else "",
+        f"{memory / 1e6:.0f}" if memory is not None else "n/a",
+        f"{100 * np.mean(skipped):.0f}%" if skipped else "",
+    ]
+
+
+def bench_streaming(path: str, cfg: BenchConfig, device: torch.device) -> None:
+    with user_errors():
+        run = load_run(path, device)
+        make_prompts(run.enc, texts_for(run, PasskeyConfig()), PasskeyConfig(), min(cfg.lengths))
+    about, found = {"metric": "streaming"} | origin(run), []
+    for length in sorted(set(cfg.lengths)):
+        plain = None
+        for way in WAYS:
+            if way == "dense" and length > cfg.dense_up_to:
+                continue
+            record = in_a_process(way, path, length, device)
+            plain = plain or record
+            found.append(streaming_row(record, plain))
+            print("  ".join(found[-1]), flush=True)
+            append_record(Path(cfg.records), record | about)
+    header = ["tokens", "way", "seconds", "s per 1,000", "of plain", "MB", "skipped"]
+    print("\n" + aligned([header, *found]))
+    if "error" not in record:
+        print("\nshare of blocks skipped, head by head, at the longest text:")
+        for layer, shares in enumerate(record["skipped_blocks"]):
+            print(f"layer {layer}: " + "  ".join(f"{100 * share:.0f}%" for share in shares))
+
+
+def main() -> None:
+    (cfg,), words = configurator.parse([BenchConfig], sys.argv[1:], __doc__, positional="configs or run")
+    if cfg.streaming and len(words) != 1:
+        fail("--streaming times one run; name its folder, such as out/ggd_bam_cpu")
+    with user_errors():
+        device, why = pick_device(cfg.device)
+        dtype, reason = pick_dtype(cfg.dtype, device)
+    number = "" if cfg.streaming else f", {str(dtype).removeprefix('torch.')} ({reason})"
+    print(f"{device_name(device)} ({why}){number}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if cfg.streaming:
+        return bench_streaming(words[0], cfg, device)
+    for config in words or [None]:
+        bench_training(config, cfg, device, dtype)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_model
 
 import bench as B
 import model as M
+from model import save_checkpoint
 
 
 def test_plain_attention_is_that_of_the_model_without_a_prior():
@@ -52,9 +54,38 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert table[0][-4] == "1.00"
 
 
+def test_ways_to_score_a_long_text_agree():
+    """All but the one without a prior; dense is the model's own forward."""
+    for pe, ssmax in (("ggd", True), ("ggd", False), ("alibi", True), ("rope", False)):
+        model, idx = make_model(pe, ssmax), torch.randint(0, 256, (1, 700), generator=torch.Generator().manual_seed(0))
+        expected = model(idx[:, :-1])[:, -9:].argmax(-1)
+        for way in ("dense", "exact", "skipping"):
+            assert torch.equal(B.WAYS[way](model, idx, 9)[0], expected), (pe, way)
+
+
+def test_streaming_command_line(tmp_path, monkeypatch, capsys):
+    model = make_model("ggd", True, theta_alpha=(0.0,), theta_beta=(1.0,), n_head=2)
+    save_checkpoint(tmp_path / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
+    monkeypatch.setattr(B, "in_a_process", B.time_way)
+    options = ["--streaming", "--lengths=600,1500", "--dense_up_to=600", f"--records={tmp_path / 'bench.jsonl'}"]
+    monkeypatch.setattr("sys.argv", ["bench.py", str(tmp_path), *options])
+    B.main()
+    printed = capsys.readouterr().out
+    assert "layer 1:" in printed and printed.count("skipping") == 4 and printed.count("dense") == 2
+    records = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [r["way"] for r in records] == [*B.WAYS, "plain causal SDPA", "exact", "skipping"]
+    assert all(r["seconds"] > 0 and r["length"] in (600, 1500) for r in records)
+    assert np.shape(records[-1]["skipped_blocks"]) == (2, 2) and np.min(records[-1]["skipped_blocks"]) > 0
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("--encodings=rpoe", "encodings names rpoe"), ("--steps=0", "at least 1"), ("none.py", "none.py: no such file")],
+    [
+        ("--encodings=rpoe", "encodings names rpoe"),
+        ("--steps=0", "at least 1"),
+        ("none.py", "none.py: no such file"),
+        ("--streaming", "name its folder"),
+    ],
 )
 def test_errors_are_one_sentence(monkeypatch, capsys, word, message):
     monkeypatch.setattr("sys.argv", ["bench.py", word])

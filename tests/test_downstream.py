@@ -314,12 +314,12 @@ def test_oracle_and_a_model_that_likes_the_first_choice(tmp_path, monkeypatch):
     cfg, run = E.DownstreamConfig(data_dir=str(write_rows(tmp_path))), make_run(make_model("nope", False))
     questions = load("arc_easy", cfg)[""]
 
-    def measure(prefers):
+    def answers(prefers):
         rows = [[-100.0 * (i != prefers(q)) - 1 for i in range(len(q.continuations))] for q in questions]
         monkeypatch.setattr(Q, "score_prompts", lambda *rest: [np.array(row) for row in rows])
         return measure(run, cfg, questions, lambda done: None)
 
-    oracle, first = measure(lambda q: q.gold), measure(lambda q: 0)
+    oracle, first = answers(lambda q: q.gold), answers(lambda q: 0)
     assert oracle["acc"] == oracle["acc_norm"] == 1 and oracle["acc_interval_95"][1] == 1
     assert first["acc"] == first["acc_norm"] == sum(q.gold == 0 for q in questions) / 8
     assert first["chosen"][:2] == [8, 0] and oracle["chosen"] == oracle["gold"] == [6, 1, 1] + [0] * 7
