@@ -35,7 +35,9 @@ def make_model(pe, ssmax, **changes):
     return model
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        if item.get_closest_marker("slow") and "slow" not in config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; ask for it with -m slow"))
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
