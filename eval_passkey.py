@@ -25,9 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import configurator
+from checkpoint import load_checkpoint
 from configurator import fail, user_errors
 from device import pick_device
-from model import GPT, load_checkpoint
+from model import GPT
 from records import (
     BAR,
     STYLES,

@@ -34,9 +34,7 @@ References
 """
 
 import math
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -521,42 +519,5 @@ class GPT(nn.Module):
         return values
 
     def checkpoint(self) -> dict:
-        """What `from_checkpoint` needs to build this model again; tensors and plain values only."""
+        """What `checkpoint.load_model` needs to build this model again; tensors and plain values only."""
         return {"model": self.state_dict(), "model_config": asdict(self.cfg)}
-
-    @classmethod
-    def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> tuple["GPT", dict]:
-        """The model of a checkpoint file, or of last.pt in a run folder, ready to evaluate, and all that was saved."""
-        saved = load_checkpoint(path)
-        config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
-        try:
-            model = cls(ModelConfig(**config))
-            model.load_state_dict(saved["model"])
-        except (TypeError, RuntimeError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"{path} holds no model of this version of the program: {reason}") from error
-        return model.to(device).eval(), saved
-
-
-def save_checkpoint(path: Path, state: dict) -> None:
-    """Write to a temporary name, then rename: whatever happens, `path` is the old checkpoint or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
-def load_checkpoint(path: str | Path) -> dict:
-    """What a checkpoint file, or last.pt in a run's folder, holds; tensors and plain values, nothing is executed."""
-    path = Path(path)
-    file = path / "last.pt" if path.is_dir() else path
-    if not file.exists():
-        raise FileNotFoundError(f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py")
-    try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        saved["model"], saved["model_config"]
-    except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
-        raise ValueError(f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py") from error
-    return saved

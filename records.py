@@ -13,6 +13,7 @@ from typing import NamedTuple
 import tiktoken
 import torch
 
+from checkpoint import load_model
 from configurator import check_folder
 from device import device_name
 from model import GPT
@@ -40,7 +41,7 @@ class Run(NamedTuple):
 
 def load_run(path: str, device: torch.device) -> Run:
     """Raises ValueError or OSError, in one sentence, for a checkpoint that cannot be evaluated."""
-    model, saved = GPT.from_checkpoint(path, device)
+    model, saved = load_model(path, device)
     if "tokenizer" not in saved:
         raise ValueError(f"{path} does not name its tokenizer; give a checkpoint that train.py made")
     enc = get_tokenizer(saved["tokenizer"])

@@ -16,6 +16,7 @@ the expectation y_A and the evidence E_A = sum_A e^score; over two sets of keys 
 Scores, softmax and sums are float32 whatever the cache holds; no matrix of queries x keys outlives its tile.
 """
 
+import copy
 import math
 import os
 from typing import NamedTuple
@@ -91,6 +92,14 @@ class LayerCache:
         norms = block_maxima(self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0))
         self.norms[:, first : first + norms.shape[-1]] = norms
 
+    def fork(self, copies: int, used: int) -> "LayerCache":
+        """A layer of `copies` rows for each of this one's, with its first `used` tokens and the same priors."""
+        new, tensors = copy.copy(self), (self.keys, self.values)
+        new.keys, new.values = (t.new_empty(copies * len(t), *t.shape[1:]) for t in tensors)
+        new.norms, new.computed, new.visible = torch.zeros_like(self.norms), torch.zeros_like(self.computed), 0
+        new.append(0, *(t[:, :, :used].repeat_interleave(copies, dim=0) for t in tensors))
+        return new
+
 
 class KVCache:
     """Keys and values of all layers for up to `length` tokens in `batch` rows; `used` of them are filled.
@@ -103,8 +112,8 @@ class KVCache:
         device = model.embedding.weight.device
         require_memory(model.cfg, batch, length, device)
         dtype = dtype or cache_dtype(device)
+        self.batch, self.length, self.exact, self.used = batch, length, exact, 0
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
-        self.model, self.batch, self.length, self.exact, self.dtype, self.used = model, batch, length, exact, dtype, 0
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0] // 16  # a tile holds scores and weights, 4 bytes each; half stays
@@ -117,16 +126,13 @@ class KVCache:
         self.used = length
 
     def fork(self, batch: int) -> "KVCache":
-        """A copy of this cache as `batch` rows, for texts that share this beginning: as many copies of each row as it
-        takes, side by side."""
-        times, uneven = divmod(batch, self.batch)
-        if uneven or not times:
-            raise ValueError(f"a cache of {self.batch} rows cannot be forked into {batch}; give a multiple of it")
-        copy = KVCache(self.model, batch, self.length, self.exact, self.dtype)
-        for old, new in zip(self.layers, copy.layers, strict=True):
-            new.append(0, *(t[:, :, : self.used].repeat_interleave(times, 0) for t in (old.keys, old.values)))
-        copy.used = self.used
-        return copy
+        """A copy with the same room and `batch` rows, a multiple of this cache's: row r is copied from row
+        r * self.batch // batch. For texts that share a beginning, which is then computed once."""
+        if batch % self.batch:
+            raise ValueError(f"a cache of {self.batch} rows cannot be forked to {batch}; take a multiple")
+        new = copy.copy(self)
+        new.batch, new.layers = batch, [layer.fork(batch // self.batch, self.used) for layer in self.layers]
+        return new
 
     def skipped(self) -> Tensor:
         """Share of the visible blocks of keys, over all blocks of queries so far, that were skipped: (layers, H)."""

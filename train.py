@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
+from checkpoint import load_checkpoint, save_checkpoint
 from configurator import check_folder, fail, user_errors
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
-from model import GPT, ModelConfig, load_checkpoint, save_checkpoint
+from model import GPT, ModelConfig
 from shards import read_meta, replacing
 from tokenizer import get_tokenizer
 from windows import Order, Windows, long_windows

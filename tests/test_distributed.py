@@ -12,7 +12,7 @@ import torch
 from test_train import MODEL, write_data
 
 import train as T
-from model import load_checkpoint
+from checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = [f"--{k}={v}" for k, v in MODEL.items()]

@@ -15,7 +15,8 @@ import questions as Q
 import records
 import shards
 import streaming
-from model import GPT, ModelConfig, save_checkpoint
+from checkpoint import save_checkpoint
+from model import GPT, ModelConfig
 from tokenizer import get_tokenizer
 
 # Rows written for these tests, in the schemas of allenai/ai2_arc and cais/mmlu.

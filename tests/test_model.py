@@ -8,6 +8,7 @@ import torch
 from conftest import ENCODINGS, make_model
 from torch.nn import functional as F
 
+import checkpoint
 import model as M
 
 EOT = 256
@@ -393,18 +394,18 @@ def test_slices_of_windows_change_nothing(monkeypatch):
 
 def test_checkpoint_round_trip_and_its_errors(tmp_path):
     model = make_model("ggd", True, theta_beta=(1.0, 0.5, -0.5, -1.0))
-    M.save_checkpoint(tmp_path / "last.pt", model.checkpoint() | {"step": 3})
+    checkpoint.save_checkpoint(tmp_path / "last.pt", model.checkpoint() | {"step": 3})
     assert [f.name for f in tmp_path.iterdir()] == ["last.pt"]
     assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 3
     for path in (tmp_path, tmp_path / "last.pt"):
-        loaded, saved = M.GPT.from_checkpoint(path)
+        loaded, saved = checkpoint.load_model(path)
         assert loaded.cfg == model.cfg and saved["step"] == 3 and not loaded.training
         torch.testing.assert_close(loaded(tokens(9)), model(tokens(9)))
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        M.load_checkpoint(tmp_path / "missing")
+        checkpoint.load_checkpoint(tmp_path / "missing")
     (tmp_path / "bad.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="not a checkpoint"):
-        M.load_checkpoint(tmp_path / "bad.pt")
+        checkpoint.load_checkpoint(tmp_path / "bad.pt")
 
 
 @pytest.mark.parametrize(

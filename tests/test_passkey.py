@@ -12,7 +12,7 @@ from conftest import make_model
 import eval_passkey as E
 import exercises
 import streaming
-from model import save_checkpoint
+from checkpoint import save_checkpoint
 from tokenizer import EOT, get_tokenizer
 
 

@@ -13,7 +13,7 @@ from conftest import ENCODINGS, make_model
 import plot_priors as P
 import records
 import streaming
-from model import save_checkpoint
+from checkpoint import save_checkpoint
 from tokenizer import encode_document, get_tokenizer
 
 

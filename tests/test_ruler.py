@@ -11,7 +11,7 @@ import torch
 from conftest import make_model
 
 import eval_ruler as E
-from model import save_checkpoint
+from checkpoint import save_checkpoint
 from records import Run, read_records
 from tokenizer import get_tokenizer
 

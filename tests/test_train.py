@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import train as T
+from checkpoint import load_checkpoint
 from device import Processes
-from model import ModelConfig, load_checkpoint
+from model import ModelConfig
 from shards import read_shard, write_shard
 
 MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
