@@ -257,7 +257,7 @@ def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
     except UnicodeDecodeError as error:
         raise ValueError(f"{cfg.filler} is not UTF-8 text; convert it first") from error
     if not filler.strip():
-        raise ValueError(f"{cfg.filler} has no text; choose another filler")
+        raise ValueError(f"{cfg.filler} has no text; choose another file")
     described = cfg.description == "true" or (cfg.description == "auto" and run.saved["tokenizer"] != "bytes")
     return Texts(filler, DESCRIPTION if described else "")
 

@@ -300,16 +300,11 @@ def fused_attention(
     return compiled_flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=1.0)
 
 
-def reference_posterior(
-    q: Tensor, k: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor
-) -> Posterior:
-    """The same scores, taken apart (Theorem 1). Arguments as in `reference_attention`."""
-    with torch.autocast(q.device.type, enabled=False):
-        content = q.float() @ k.float().transpose(-2, -1)
-    bias = None if prior is None else toeplitz(prior)
+def reference_posterior(content: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor) -> Posterior:
+    """The same scores, taken apart (Theorem 1). Arguments as in `log_posterior`."""
     log_content = (content + mask).log_softmax(-1)
-    log_prior = log_posterior(torch.zeros_like(content), bias, prior_scale, mask).log_softmax(-1)
-    posterior = log_posterior(content, bias, prior_scale, mask).softmax(-1)
+    log_prior = log_posterior(torch.zeros_like(content), prior, prior_scale, mask).log_softmax(-1)
+    posterior = log_posterior(content, prior, prior_scale, mask).softmax(-1)
     log_z = -torch.logsumexp(log_content + log_prior, dim=-1)  # from logarithms: the product of the two may underflow
     return Posterior(log_prior.exp(), log_content.exp(), posterior, log_z)
 
@@ -362,8 +357,10 @@ class CausalSelfAttention(nn.Module):
 
     def posterior(self, x: Tensor, layout: Layout) -> Posterior:
         q, k, _ = self.project(x, layout)
-        prior_scale = layout.log_n if self.prior_has_row_scale else None
-        return reference_posterior(q, k, self.log_prior(x.shape[1]), prior_scale, layout.mask)
+        prior, prior_scale = self.log_prior(x.shape[1]), layout.log_n if self.prior_has_row_scale else None
+        with torch.autocast(q.device.type, enabled=False):
+            content = q.float() @ k.float().transpose(-2, -1)
+        return reference_posterior(content, None if prior is None else toeplitz(prior), prior_scale, layout.mask)
 
 
 # The Transformer -----------------------------------------------------------------------------------------------------

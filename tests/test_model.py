@@ -220,10 +220,10 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
 def test_z_is_at_least_1_and_large_where_content_fights_the_prior():
     """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g."""
     mask = M.visible(3, None, None, torch.device("cpu"))
-    k = torch.tensor([[[[30.0, 0.0], [0.0, 0.0], [0.0, 0.0]]]])
-    q = torch.tensor([[[[1.0, 0.0]] * 3]])
-    agree = M.reference_posterior(q, k, torch.tensor([[-30.0, -30.0, 0.0]]), None, mask).log_z[0, 0, 2].item()
-    fight = M.reference_posterior(q, k, torch.tensor([[0.0, -30.0, -30.0]]), None, mask).log_z[0, 0, 2].item()
+    content = torch.tensor([[[[30.0, 0.0, 0.0]] * 3]])
+    near, far = M.toeplitz(torch.tensor([[0.0, -30.0, -30.0]])), M.toeplitz(torch.tensor([[-30.0, -30.0, 0.0]]))
+    agree = M.reference_posterior(content, far, None, mask).log_z[0, 0, 2].item()
+    fight = M.reference_posterior(content, near, None, mask).log_z[0, 0, 2].item()
     assert agree == pytest.approx(0, abs=1e-6) and fight == pytest.approx(30 - math.log(2), abs=1e-3)
     for pe, ssmax in ENCODINGS:
         assert (make_model(pe, ssmax).posteriors(tokens(12))[1].log_z > -1e-5).all()

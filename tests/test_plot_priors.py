@@ -1,9 +1,7 @@
-"""Pictures of priors: what is drawn is what the model adds to its scores, and the parts of a row obey Theorem 1."""
+"""Pictures of priors: what is drawn is what the model adds to its scores, and heads are classed by what that does."""
 
 import json
 import math
-import os
-from pathlib import Path
 
 import pytest
 import reference
@@ -12,13 +10,7 @@ from conftest import ENCODINGS, make_model
 
 import plot_priors as P
 import records
-import streaming
 from checkpoint import save_checkpoint
-from tokenizer import encode_document, get_tokenizer
-
-
-def text(T=100):
-    return torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -43,34 +35,6 @@ def test_curves_in_the_grid_are_the_acting_priors(pe, ssmax):
             scores = reference.log_prior(model.cfg, p, 0, h, torch.arange(n).double()) * scale
             expected = (scores.detach().log_softmax(-1) + math.log(n))[line.get_xdata()].clamp(min=-30)
             torch.testing.assert_close(torch.from_numpy(line.get_ydata()), expected, rtol=1e-3, atol=1e-3)
-
-
-def all_of(p):
-    """(..., T, 4): prior, content, posterior, ln Z."""
-    return torch.stack((*p[:3], p.log_z[..., None].expand_as(p.prior)), dim=-1)
-
-
-@pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
-def test_rows_are_those_of_the_model_and_obey_theorem_1(pe, ssmax, monkeypatch):
-    """In several chunks and in several blocks of rows."""
-    monkeypatch.setattr(streaming, "CHUNK_TOKENS", 40, raising=False)
-    monkeypatch.setattr(P, "SCORES_AT_ONCE", 4 * 100 * 3)
-    model, idx, rows = make_model(pe, ssmax), text(), torch.tensor([0, 1, 7, 50, 98, 99])
-    for got, expected in zip(P.look(model, idx, rows, all_of), model.posteriors(idx), strict=True):
-        torch.testing.assert_close(got.float(), all_of(expected)[0][:, rows], rtol=1e-3, atol=1e-3)
-        prior, content, posterior, log_z = got.unbind(-1)
-        for part in (prior, content, posterior):
-            torch.testing.assert_close(part.sum(-1), torch.ones(4, 6, dtype=torch.float64), rtol=0, atol=1e-9)
-        torch.testing.assert_close(prior * content * log_z.exp(), posterior, rtol=0, atol=1e-9)
-
-
-def test_log_z_is_ln_n_where_the_prior_is_uniform():
-    """theta = 0, and its bound: never below 0, whatever the prior."""
-    rows = torch.arange(100)
-    for log_z in P.look(make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda p: p.log_z):
-        torch.testing.assert_close(log_z, (rows + 1).double().log().expand(4, -1))
-    for log_z in P.look(make_model("ggd", True), text(), rows, lambda p: p.log_z):
-        assert log_z.min() >= -1e-12 and (log_z - (rows + 1).log()).abs().max() > 0.1
 
 
 def one_head(theta_alpha, theta_beta, s):
@@ -138,54 +102,6 @@ def test_fading_is_the_softmax_of_one_key_above_the_others():
             assert weight == pytest.approx(scores.softmax(0)[0].item(), abs=1e-12)
 
 
-@pytest.fixture(params=["bytes", "gpt2"])
-def enc(request, monkeypatch):
-    if request.param == "gpt2":
-        if "NANOBAM_TEST_DATA" not in os.environ:
-            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
-    return get_tokenizer(request.param)
-
-
-def test_marks_are_the_tokens_that_hold_the_words(enc):
-    tokens = encode_document(enc, "Größe: a pass key is 12345, 東京. The pass key is 12345")
-    marked = P.marks(enc, tokens, "pass key is 12345")
-    found = [enc.decode([tokens[i] for i in range(begin, end)]) for begin, end in P.spans(marked)]
-    assert [words.strip() for words in found] == ["pass key is 12345"] * 2
-    assert enc.decode([tokens[i] for i in torch.nonzero(P.marks(enc, tokens, "京")).flatten()]).strip(" ") == "京"
-    assert P.marks(enc, tokens, "12345").tolist()[-1] and not P.marks(enc, tokens, "Größe")[0]
-    with pytest.raises(ValueError, match="is not in the prompt"):
-        P.marks(enc, tokens, "54321")
-
-
-def test_passkey_views_mark_the_needle_and_ask_for_the_answer(run):
-    loaded = records.load_run(str(run), torch.device("cpu"))
-    views = P.views_of(loaded, P.PlotConfig(lengths=(300, 200), depths=3))
-    assert list(views) == [200, 300] and [len(some) for some in views.values()] == [3, 3]
-    for view in views[300]:
-        assert view.idx.shape == (1, 299) and view.answers == 6
-        needle = loaded.enc.decode(view.idx[0, view.needle].tolist())
-        key = needle.split()[4].strip(".")
-        assert needle == f"The pass key is {key}. Remember it. {key} is the pass key."
-        assert loaded.enc.decode(view.idx[0, -5:].tolist()) == f" {key[:4]}"
-    default = P.views_of(loaded, P.PlotConfig(depths=1))
-    assert list(default) == [256, 512, 1024, 2048, 4096, 8192]
-
-
-def test_mass_on_the_needle_and_the_heads_that_retrieve():
-    model, idx = make_model("ggd", True), text()
-    needle = torch.zeros(100, dtype=torch.bool)
-    needle[30:40] = True
-    mass = P.needle_mass(model, P.View(idx, 3, needle))
-    for layer, whole in enumerate(model.posteriors(idx)):
-        for i, part in enumerate(whole[:3]):
-            expected = part[0, :, -3:, 30:40].sum(-1).mean(-1)
-            torch.testing.assert_close(mass[i, layer].float(), expected, rtol=1e-3, atol=1e-5)
-    masses = torch.zeros(2, 3, 2, 4)
-    masses[:, 2, 1, 2], masses[:, 2, 0, 3], masses[0, 2, 0, 1] = 0.9, 0.5, 0.6
-    assert P.most_retrieving(masses, 3) == [(1, 2), (0, 3), (0, 1)]
-
-
 @pytest.fixture
 def run(tmp_path):
     return save_run(tmp_path / "run", make_model("ggd", True))
@@ -246,6 +162,7 @@ def test_the_theory_needs_no_model(tmp_path, monkeypatch):
         (("RUN", "--heads=2.0"), "no head 2.0; give layer.head, from 0.0 to 1.3"),
         (("RUN", "--prompt=no_such_file.txt", "--needle=a"), "no_such_file.txt"),
         (("RUN", "--prompt=RUN/own.txt", "--needle=b"), "'b' is not in the prompt"),
+        (("RUN", "--prompt=RUN/empty.txt", "--needle=b"), "empty.txt has no text; choose another file"),
         (("RUN", "--prompt=RUN/own.txt"), "go together"),
         (("RUN", "--depths=0"), "depths is 0"),
         (("RUN", "--show=0"), "show is 0"),
@@ -254,7 +171,8 @@ def test_the_theory_needs_no_model(tmp_path, monkeypatch):
     ],
 )
 def test_errors_are_one_sentence_and_come_before_any_picture(run, monkeypatch, capsys, arguments, message):
-    (run / "own.txt").write_text("a", encoding="utf-8")
+    for name, content in (("own", "a"), ("empty", "\n")):
+        (run / f"{name}.txt").write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *(word.replace("RUN", str(run)) for word in arguments))
     printed = capsys.readouterr().err.strip()
