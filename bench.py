@@ -85,7 +85,7 @@ def cases(cfg: BenchConfig, cuda: bool) -> list[Case]:
     return [plain, *rows, plain]
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, prior: None, prior_scale: None, mask: Tensor) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: None, mask: Tensor) -> Tensor:
     """In the place of `model.reference_attention`: torch's causal attention, which knows no prior."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
 
@@ -225,7 +225,8 @@ def dense_attention(attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor
         scores = q[:, :, begin : begin + 256] @ k.transpose(-2, -1)
         if attn.cfg.pe == "ggd":
             theta_alpha, theta_beta = (t[:, None, None] for t in (attn.prior.theta_alpha, attn.prior.theta_beta))
-            base = (i - j).abs().float() + M.EPSILON
+            mu = 2 * torch.sinh(attn.prior.theta_mu)[:, None, None]
+            base = (j - i - mu).abs() + M.EPSILON
             bias = -torch.exp((theta_alpha + theta_beta * base.log()).clamp(max=M.MAX_EXPONENT))  # (H, 256, T)
             scale = attn.s[:, None, None] * layout.log_n[0, 0, begin : begin + 256] if attn.cfg.ssmax else 1.0
             scores = scores + bias * scale

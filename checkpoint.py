@@ -1,21 +1,17 @@
 """Checkpoints: tensors and plain values in a file that is written whole or not at all."""
 
-import os
 from pathlib import Path
 
 import torch
 
 from model import GPT, ModelConfig
+from shards import replacing
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
-    """Write to a temporary name, then rename: whatever happens, `path` is the old checkpoint or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    """Whatever happens, `path` is the old checkpoint or the new one, whole."""
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
 def load_checkpoint(path: str | Path) -> dict:

@@ -95,6 +95,8 @@ class Processes(NamedTuple):
         found = cls(*(int(os.environ.get(name, default)) for name, default in zip(names, cls(), strict=True)))
         if found.world > 1:
             cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+            if cuda:  # before anything else touches a GPU, or every process would open the first one too
+                torch.cuda.set_device(found.local)
             dist.init_process_group("nccl" if cuda else "gloo")
             torch._dynamo.config.optimize_ddp = False  # it would split the graph, which a fused kernel does not allow
         return found

@@ -42,9 +42,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 EPSILON = 1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
+DECISIVE = 1e4  # nats by which a key is silenced, or silences the others, whatever its content says
 MAX_EXPONENT = 40.0  # exp(40) nats silences a key; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
@@ -116,7 +117,8 @@ def alibi_slopes(n_head: int) -> Tensor:
 
     Lemma 2: b = -m |d|, so p_prior is proportional to exp(-|d| / (1/m)): a Laplace density of scale 1/m, cut to the
     visible keys. Lemma 3: its mass beyond a distance w is at most e^(-m (w + 1)), whatever n; content scores within
-    +-c raise that by at most e^(2c). So ALiBi becomes local attention, and cannot find a needle far away."""
+    +-c raise that by at most e^(2c), or with SSMax, where c becomes s c ln n, by n^(2sc): the reach then grows as ln n.
+    So ALiBi becomes local attention, and cannot find a needle far away."""
     power = 2 ** int(math.log2(n_head))
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     slopes += [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)][: n_head - power]
@@ -130,8 +132,9 @@ class GGDPrior(nn.Module):
     factor before exp is the same for every key of a row, so softmax cancels it, and with it the need for beta > 0:
     over finitely many keys any b can be normalised. With theta_beta = beta, alpha = exp(-theta_alpha / theta_beta)
     where beta is not 0, and mu = exp(theta_mu) - exp(-theta_mu), the log-prior that is left is
-        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta = -exp(theta_alpha + beta ln(|d - mu| + EPSILON)),
-    smooth in theta_beta, also where beta changes its sign. mu < 0 puts the peak |mu| tokens back. For mu = 0:
+        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta,
+    computed as -exp(theta_alpha + beta ln(|d - mu| + EPSILON)), the exponent clamped: smooth in theta_beta, and finite
+    where d = mu and beta < 0. mu < 0 puts the peak |mu| tokens back. For mu = 0:
         beta = 2      Gaussian
         beta = 1      Laplace: ALiBi with slope e^theta_alpha (ALiBi with SSMax differs: its bias is not scaled)
         0 < beta < 1  heavier tail: b still falls without limit, but slower than any line
@@ -139,7 +142,8 @@ class GGDPrior(nn.Module):
         beta < 0      no density (the paper's relaxation): the own token is silenced, other keys as far as
                       e^theta_alpha |d|^beta is large, and b -> 0 far away: all far keys are equal, retrieval anywhere
     A trained head is called local for beta > 0, retrieval for -0.6 <= beta <= 0, aggressive for beta < -0.6.
-    SSMax gives alpha_eff = alpha (s ln n)^(-1/beta): local heads narrow slowly as n grows, retrieval heads stay flat.
+    SSMax (s > 0) gives alpha_eff = alpha (s ln n)^(-1/beta): as n grows local heads narrow, slowly, and anti-local
+    heads widen the zone that they silence, much slower than n.
     Gradients at theta = 0: db/dtheta_beta = -ln(|d| + EPSILON), which is 11.5 at the own token; db/dtheta_alpha = -1
     for every key, which softmax cancels to 0. Counts: 2 scalars x 16 heads x 12 layers = 384 in the 120M model.
     """
@@ -192,10 +196,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SSMax. Plain softmax fades: a key whose score is g above n - 1 others has the weight e^g / (e^g + n - 1), which goes
-# to 0 as n grows. Scalable-Softmax takes n as the base, n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the same
-# key has the weight n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. s: one scalar per
-# head, learned; n: the keys this query can see. s ln n multiplies content and GGD prior together (the whole
+# SSMax. Plain softmax fades: a key whose score is g above n - 1 equal others has the weight e^g / (e^g + n - 1), which
+# goes to 0 as n grows. Scalable-Softmax takes n as the base, n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the
+# same key has the weight n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. s: one scalar
+# per head, learned; n: the keys this query can see. s ln n multiplies content and GGD prior together (the whole
 # log-posterior is sharpened); for ALiBi the content only, as in the paper's baseline. A negative s flips both.
 
 
@@ -253,26 +257,27 @@ def toeplitz(vector: Tensor) -> Tensor:
     return F.pad(vector.flip(-1), (0, T - 1)).unfold(-1, T, 1).flip(-2)
 
 
-def log_posterior(content: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor) -> Tensor:
-    """ln(content * prior), up to a constant. content (B, H, T, T); prior (H, T, T), times prior_scale (B, 1, T, 1)."""
-    if prior is not None:
-        content = content + prior if prior_scale is None else torch.addcmul(content, prior, prior_scale)
-    return content + mask  # last, so that no factor can turn a hidden key's -inf into NaN or a finite number
+def log_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor) -> Tensor:
+    """Content scores (B, H, T, T) and log-prior (H, T, T), times row_scale (B, 1, T, 1): ln posterior + a constant."""
+    if log_prior is not None:
+        scores = scores + log_prior if row_scale is None else torch.addcmul(scores, log_prior, row_scale)
+    return scores + mask  # last, so that no factor can turn a hidden key's -inf into NaN or a finite number
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """Posterior expectation of the values. q, k, v (B, H, T, D), q scaled; prior (H, T) by distance -> (B, H, T, D)."""
+    """Posterior expectation of the values: q, k, v (B, H, T, D), q scaled; log_prior (H, T) by distance -> like q."""
     B, H, T, _ = q.shape
-    bias = None if prior is None else toeplitz(prior)  # (H, T, T)
-    rows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (H * T * T))
+    bias = None if log_prior is None else toeplitz(log_prior)  # (H, T, T)
+    windows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (H * T * T))
     with torch.autocast(q.device.type, enabled=False):
         out = []
-        for b in range(0, B, rows):
-            cut = [None if t is None else t[b : b + rows] if len(t) == B else t for t in (prior_scale, mask)]
-            content = q[b : b + rows].float() @ k[b : b + rows].float().transpose(-2, -1)
-            out.append(log_posterior(content, bias, *cut).softmax(-1) @ v[b : b + rows].float())
+        for b in range(0, B, windows):
+            part = slice(b, b + windows)
+            cut = [None if t is None else t[part] if len(t) == B else t for t in (row_scale, mask)]
+            scores = q[part].float() @ k[part].float().transpose(-2, -1)
+            out.append(log_posterior(scores, bias, *cut).softmax(-1) @ v[part].float())
         return torch.cat(out).to(v.dtype)
 
 
@@ -280,33 +285,37 @@ compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compil
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: BlockMask
+    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: BlockMask
 ) -> Tensor:
     """The same function as one kernel (FlexAttention), for training on CUDA: there is no T x T tensor.
 
-    The kernel makes a block of contents q.k in float32, passes each through `score` and goes on to a running softmax.
+    The kernel makes a block of scores q.k in float32, passes each through `add_prior` and goes on to a running softmax.
     SSMax's s ln n is in q already; the ln n of the prior is a constant of the row. The prior is gathered once from its
     (H, T) vector: a learnable tensor may be read only once here, and its gradient is an atomic sum over all scores that
     share an entry, so H x T entries beat H scalars. Outside, autograd goes on from the vector to theta and s.
+
+    A kernel's gradient of a weight that is 1 is rounding noise where the explicit softmax's is 0, and db/dtheta is as
+    large as b: so b is cut where it decides everything anyway, and beyond that its gradient is 0, as it should be.
     """
-    log_n = None if prior_scale is None else prior_scale.expand(len(q), -1, -1, -1).flatten(1)  # (B, T)
+    log_prior = None if log_prior is None else log_prior.clamp(-DECISIVE, DECISIVE)
+    log_n = None if row_scale is None else row_scale.expand(len(q), -1, -1, -1).flatten(1)  # (B, T)
 
-    def score(content: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if prior is None:
-            return content
-        bias = prior[h, (i - j).abs()]  # abs: some scores above the diagonal are computed, for the mask to hide
-        return content + (bias if log_n is None else bias * log_n[b, i])
+    def add_prior(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if log_prior is None:
+            return score
+        bias = log_prior[h, (i - j).abs()]  # abs: some scores above the diagonal are computed, for the mask to hide
+        return score + (bias if log_n is None else bias * log_n[b, i])
 
-    return compiled_flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=1.0)
+    return compiled_flex_attention(q, k, v, score_mod=add_prior, block_mask=mask, scale=1.0)
 
 
-def reference_posterior(content: Tensor, prior: Tensor | None, prior_scale: Tensor | None, mask: Tensor) -> Posterior:
+def reference_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor) -> Posterior:
     """The same scores, taken apart (Theorem 1). Arguments as in `log_posterior`."""
-    log_content = (content + mask).log_softmax(-1)
-    log_prior = log_posterior(torch.zeros_like(content), prior, prior_scale, mask).log_softmax(-1)
-    posterior = log_posterior(content, prior, prior_scale, mask).softmax(-1)
-    log_z = -torch.logsumexp(log_content + log_prior, dim=-1)  # from logarithms: the product of the two may underflow
-    return Posterior(log_prior.exp(), log_content.exp(), posterior, log_z)
+    content = (scores + mask).log_softmax(-1)
+    prior = log_posterior(torch.zeros_like(scores), log_prior, row_scale, mask).log_softmax(-1)
+    posterior = log_posterior(scores, log_prior, row_scale, mask).softmax(-1)
+    log_z = -torch.logsumexp(content + prior, dim=-1)  # from logarithms: the product of the two may underflow
+    return Posterior(prior.exp(), content.exp(), posterior, log_z)
 
 
 class CausalSelfAttention(nn.Module):
@@ -323,7 +332,7 @@ class CausalSelfAttention(nn.Module):
             self.register_buffer("slopes", alibi_slopes(cfg.n_head), persistent=False)
 
     def log_prior(self, n: int) -> Tensor | None:
-        """(H, n) float32: what is added to the scores at the distances 0 ... n - 1; None for a uniform prior. If
+        """(H, n) float32: what is added to the scores at the distances |d| = 0 ... n - 1; None for a uniform prior. If
         `prior_has_row_scale`, the row of a query that sees m keys adds this times ln m: together s ln m b."""
         if self.cfg.pe == "ggd":
             return self.s[:, None] * self.prior(n) if self.cfg.ssmax else self.prior(n)
@@ -351,16 +360,16 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         q, k, v = self.project(x, layout)
-        prior_scale = layout.log_n if self.prior_has_row_scale else None
+        row_scale = layout.log_n if self.prior_has_row_scale else None
         attention = fused_attention if isinstance(layout.mask, BlockMask) else reference_attention
-        return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), prior_scale, layout.mask))
+        return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), row_scale, layout.mask))
 
     def posterior(self, x: Tensor, layout: Layout) -> Posterior:
         q, k, _ = self.project(x, layout)
-        prior, prior_scale = self.log_prior(x.shape[1]), layout.log_n if self.prior_has_row_scale else None
+        prior, row_scale = self.log_prior(x.shape[1]), layout.log_n if self.prior_has_row_scale else None
         with torch.autocast(q.device.type, enabled=False):
             content = q.float() @ k.float().transpose(-2, -1)
-        return reference_posterior(content, None if prior is None else toeplitz(prior), prior_scale, layout.mask)
+        return reference_posterior(content, None if prior is None else toeplitz(prior), row_scale, layout.mask)
 
 
 # The Transformer -----------------------------------------------------------------------------------------------------
@@ -468,13 +477,15 @@ class GPT(nn.Module):
         pieces = list(zip(x.split(rows), targets.split(rows), strict=True))
         if len(pieces) == 1:
             return total(x, targets) / (targets != -100).sum()
-        losses = [checkpoint(total, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        losses = [recompute(total, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
         return torch.stack(losses).sum() / (targets != -100).sum()
 
     @torch.no_grad()
     def posteriors(self, idx: Tensor) -> list[Posterior]:
         """Prior, content, posterior and ln Z of every layer for idx (B, T): quadratic memory, for short prompts."""
-        x, layout = self.prepare(idx, None, None)
+        T = idx.shape[1]
+        positions = torch.arange(T, device=idx.device)[None]
+        x, layout = self.embed(idx, positions), self.layout(positions, mask=visible(T, None, None, idx.device))
         found = []
         for block in self.blocks:
             found.append(block.attn.posterior(block.norm_attn(x), layout))

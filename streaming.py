@@ -45,7 +45,9 @@ def cache_dtype(device: torch.device) -> torch.dtype:
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
-def require_memory(cfg: ModelConfig, batch: int, length: int, device: torch.device) -> None:
+def require_memory(
+    cfg: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
     """ValueError if a device could not hold the cache even if it held nothing else."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -53,7 +55,7 @@ def require_memory(cfg: ModelConfig, batch: int, length: int, device: torch.devi
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:  # the meta device, which holds nothing, or a system that does not tell
         return
-    if (needed := cache_bytes(cfg, batch, length, cache_dtype(device))) > total:
+    if (needed := cache_bytes(cfg, batch, length, dtype or cache_dtype(device))) > total:
         raise ValueError(
             f"the cache of {batch} x {length:,} tokens takes {needed / 2**30:.1f} GiB, and {device} has "
             f"{total / 2**30:.1f} GiB; choose a shorter length"
@@ -110,14 +112,16 @@ class KVCache:
 
     def __init__(self, model: GPT, batch: int, length: int, exact: bool = False, dtype: torch.dtype | None = None):
         device = model.embedding.weight.device
-        require_memory(model.cfg, batch, length, device)
         dtype = dtype or cache_dtype(device)
+        require_memory(model.cfg, batch, length, device, dtype)
         self.batch, self.length, self.exact, self.used = batch, length, exact, 0
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] // 16  # a tile holds scores and weights, 4 bytes each; half stays
-            self.chunk_tokens, self.tile_scores = CUDA_CHUNK_TOKENS, min(CUDA_TILE_SCORES, free)
+            free = torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
+            # a tile holds scores and weights, 4 bytes each; half of the memory stays
+            self.chunk_tokens, self.tile_scores = CUDA_CHUNK_TOKENS, min(CUDA_TILE_SCORES, free // 16)
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, to go on from there with others."""
@@ -130,6 +134,7 @@ class KVCache:
         r * self.batch // batch. For texts that share a beginning, which is then computed once."""
         if batch % self.batch:
             raise ValueError(f"a cache of {self.batch} rows cannot be forked to {batch}; take a multiple")
+        require_memory(self.model.cfg, batch, self.length, self.layers[0].keys.device, self.dtype)
         new = copy.copy(self)
         new.batch, new.layers = batch, [layer.fork(batch // self.batch, self.used) for layer in self.layers]
         return new
@@ -183,7 +188,7 @@ def needed_blocks(queries: Queries, log_evidence: Tensor, norms: Tensor, ceiling
     """Which far blocks of keys may matter to a block of queries: (H, blocks) bool.
 
     log_evidence (B, H, R, 1): ln E of the near keys, which are always computed; norms and ceilings (H, blocks): the
-    largest |k| of each far block and the largest log-prior at its distances, before the row's scale.
+    largest |k| of each far block and the largest log-prior at its distances, before the row's scale (above 0).
 
     The bound. By Cauchy-Schwarz no key of block t scores more than u = |q_i| max|k| + max_d(scale_i prior_d) in row i;
     the scale is between the smallest and the largest of the rows, and a product with it is largest at one of the two,
@@ -218,7 +223,8 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
         return y
     ceilings = layer.ceilings[:, own - near : own - lowest].flip(-1)  # by block of keys, as the norms are
     needed = needed_blocks(queries, log_evidence, layer.norms[:, lowest:near], ceilings, cache.exact)
-    size = max(1, cache.tile_scores // (B * H * rows * BLOCK))  # blocks of keys in a tile
+    copies = 0 if cache.dtype == torch.float32 else q.shape[3]  # of keys and values in float32, beside the scores
+    size = max(1, cache.tile_scores // (B * H * (rows + copies) * BLOCK))  # blocks of keys in a tile
     tiles = F.pad(needed, (0, -needed.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1).cpu()  # (H, tiles)
     for tile in tiles.any(0).nonzero().flatten().tolist():
         first, last = lowest + tile * size, min(lowest + (tile + 1) * size, near)

@@ -177,7 +177,6 @@ def choose_device(cfg: TrainConfig, processes: Processes) -> tuple[torch.device,
         device, why = pick_device(cfg.device)
         if device.type == "cuda" and processes.world > 1:
             device, why = torch.device("cuda", processes.local), f"one of {processes.world} processes"
-            torch.cuda.set_device(device)
         dtype, reason = pick_dtype(cfg.dtype, device)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
     lacking = "CUDA" if device.type != "cuda" else "" if compiled else "compile"  # what fused attention needs
@@ -240,6 +239,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.step, self.best, self.seconds, self.stop = 0, math.inf, 0.0, False
         self.skipped, self.skipped_in_a_row = 0, 0
+        self.kept: int | None = None  # the step of last.pt
         self.restore()
         self.run = self.compiled() if compiled else self.model
         if processes.world > 1:  # around the compiled model, since a fused kernel does not allow to split its graph
@@ -298,6 +298,7 @@ class Trainer:
         for name in ("step", "best", "seconds", "skipped"):
             setattr(self, name, self.saved[name])
         torch.set_rng_state(self.saved["rng"])
+        self.kept = self.step
         if self.processes.rank == 0:
             self.shorten_log()
         now, then = asdict(self.cfg), self.saved["train_config"]
@@ -368,9 +369,9 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
         numbers = self.processes.mean(total).item(), norm.item()
         finite = all(map(math.isfinite, numbers))
-        if finite or self.scaler.is_enabled():  # the scaler skips such a step by itself, and takes note of it
+        if finite:
             self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.scaler.update()  # lowers the scale if unscaling has met an infinite gradient
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.count_skipped(finite, *numbers)
@@ -383,9 +384,7 @@ class Trainer:
         self.skipped += 1
         print(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all", flush=True)
         if self.skipped_in_a_row == PATIENCE:
-            kept = (
-                f"{self.out / 'last.pt'} is of an earlier step" if (self.out / "last.pt").exists() else "none is saved"
-            )
+            kept = f"{self.out / 'last.pt'} has step {self.kept}" if self.kept else "no checkpoint was written yet"
             fail(f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates")
 
     def log(self, record: dict) -> None:
@@ -398,15 +397,22 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
         losses = self.validation.run(self.model, self.device, self.autocast)
-        if self.skipped_in_a_row or not math.isfinite(losses["val"]):  # the weights may be ruined already
-            print(f"step {self.step}: no checkpoint, since this step was skipped or the validation loss is not finite")
-            return losses
-        better = losses["val"] < self.best
-        self.best = min(self.best, losses["val"])
-        if better:  # first, so that a last.pt never speaks of a best.pt that was not written
-            self.save("best.pt")
-        self.save("last.pt")
+        if losses["val"] < self.best and not self.doubtful():
+            self.best = losses["val"]
+            self.save("best.pt")  # first, so that a last.pt never speaks of a best.pt that was not written
+        self.save_last()
         return losses
+
+    def doubtful(self) -> bool:
+        """After a skipped step the weights may be ruined, unless it is the loss scaler that tries its scale."""
+        return self.skipped_in_a_row > 0 and not self.scaler.is_enabled()
+
+    def save_last(self) -> None:
+        if self.doubtful():
+            print(f"step {self.step} was skipped, so no checkpoint is written")
+            return
+        self.save("last.pt")
+        self.kept = self.step
 
     def speed(self, steps: int, seconds: float) -> dict:
         """Tokens a second, the share of the device's peak that the model's own operations are, and memory in bytes."""
@@ -416,24 +422,24 @@ class Trainer:
         return {"tokens_per_second": round(rate), "mfu": mfu, "peak_memory": peak_memory(self.device)}
 
     def told_to_stop(self) -> bool:
-        """Has any process got a signal? They must stop after the same step."""
-        if self.processes.world > 1:
-            told = torch.tensor(float(self.stop), device=self.device)
-            self.stop = self.processes.mean(told).item() > 0
-        return self.stop
+        """Has any process got a signal? All of them must answer alike, to stop after the same step."""
+        told = torch.tensor(float(self.stop), device=self.device)
+        return self.processes.mean(told).item() > 0
 
     def loop(self) -> None:
         cfg, began, before, first = self.cfg, time.time(), self.seconds, self.step
         if first >= cfg.max_steps:
             print(f"{self.out} is at step {first} of {cfg.max_steps} already: nothing to do")
         since, steps = began, 0  # of the last log line, without the time of validations
-        while self.step < cfg.max_steps and not self.stop:
+        told = False
+        while self.step < cfg.max_steps and not told:
             loss, norm = self.train_step()
             steps += 1
             self.seconds = before + time.time() - began
-            done = self.told_to_stop() or self.step == cfg.max_steps
-            validate = self.step % cfg.eval_interval == 0 or done
-            if not validate and self.step % cfg.log_interval:
+            if told := self.told_to_stop():  # first of all, since who stops a run may not wait for a validation
+                self.save_last()
+            validate = self.step % cfg.eval_interval == 0 or self.step == cfg.max_steps
+            if not validate and not told and self.step % cfg.log_interval:
                 continue
             record = {"step": self.step, "loss": loss, "grad_norm": norm, "skipped": self.skipped}
             record |= {"seconds": self.seconds, **self.speed(steps, time.time() - since)}
@@ -442,8 +448,9 @@ class Trainer:
             self.log(record | self.model.prior_values())
             left = (time.time() - began) / (self.step - first) * (cfg.max_steps - self.step)
             print(log_line(record, cfg.max_steps, left), flush=True)
-        if self.stop:
-            print(f"stopped at step {self.step}; {self.out / 'last.pt'} is saved, --resume continues")
+        if told:
+            print(f"stopped at step {self.step}; {self.out / 'last.pt'} has step {self.kept}, --resume continues")
+        self.stop = told
 
     def interrupt(self, *_) -> None:
         """First Ctrl-C: finish this step, save, stop. Second: stop at once."""

@@ -47,6 +47,21 @@ def test_fused_forward_equals_reference_on_a_cpu(pe, ssmax, packed):
 
 
 @compiler
+@pytest.mark.parametrize("s", [None, 0.3, -0.3])
+def test_fused_forward_with_extreme_priors(s):
+    model, idx = (
+        make_model("ggd", s is not None, n_embd=64, theta_alpha=(0.5,), theta_beta=(-2.0, 8.0, -1.0, 3.0)),
+        tokens(200),
+    )
+    for block in model.blocks if s is not None else ():
+        torch.nn.init.constant_(block.attn.s, s)
+    with torch.no_grad():
+        expected = model(idx)
+        model.attention = "fused"
+        torch.testing.assert_close(model(idx), expected, atol=3e-5, rtol=1e-5)
+
+
+@compiler
 def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
     torch.compiler.reset()  # the ten encodings have used up the variants that one function may be compiled for
     model, idx = make_model("rope", False, n_embd=64), tokens(200)
@@ -111,6 +126,7 @@ def errors(got, expected):
 
 CUDA_CASES = [(pe, ssmax, 512) for pe, ssmax in ENCODINGS]
 CUDA_CASES += [(pe, ssmax, T) for pe, ssmax in (("nope", False), ("alibi", True), ("ggd", True)) for T in (509, 1024)]
+EXTREME = {"theta_alpha": (0.5,), "theta_beta": (-2.0, 8.0)}  # log-priors of +-1e10 and more at some keys
 
 
 @pytest.mark.cuda
@@ -126,6 +142,21 @@ def test_fused_values_and_gradients_on_cuda(pe, ssmax, T):
     fused = errors(run(model, idx, doc_ids, weight, torch.bfloat16), expected)
     plain = errors(run(model, idx, doc_ids, weight, torch.bfloat16, "reference"), expected)
     assert all(fused[name] < 2 * plain[name] + 5e-3 for name in fused), (fused, plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("s", [None, 0.3, -0.3])
+def test_fused_gradients_of_extreme_priors_on_cuda(s):
+    """Where the prior alone decides, its gradient is 0, and not rounding noise times a huge log-prior."""
+    model = make_model("ggd", s is not None, n_head=2, n_embd=96, **EXTREME)
+    if s is not None:
+        torch.nn.init.constant_(model.blocks[0].attn.s, s)
+        torch.nn.init.constant_(model.blocks[1].attn.s, s)
+    idx, doc_ids = tokens(512), documents(512)
+    weight = torch.randn(2, 512, 257, generator=torch.Generator().manual_seed(1))
+    plain = run(model.cuda(), idx, doc_ids, weight, torch.float32, "reference")
+    found = errors(run(model, idx, doc_ids, weight, torch.float32), plain)
+    assert max(found.values()) < 1e-3, found
 
 
 @pytest.mark.cuda

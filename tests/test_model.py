@@ -235,6 +235,13 @@ def test_log_z_is_ln_n_where_one_factor_is_uniform():
     torch.testing.assert_close(log_z, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_posteriors_of_a_model_that_trains_fused():
+    model, idx = make_model("ggd", True), tokens(12)
+    expected = model.posteriors(idx)
+    model.attention = "fused"
+    assert all(torch.equal(a.posterior, b.posterior) for a, b in zip(model.posteriors(idx), expected, strict=True))
+
+
 def test_query_0_puts_all_its_weight_on_key_0():
     for pe, ssmax in ENCODINGS:
         posterior = make_model(pe, ssmax).posteriors(tokens(5))[0].posterior

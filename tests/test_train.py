@@ -302,6 +302,48 @@ def test_a_step_without_finite_gradient_changes_nothing(data, tmp_path, capsys):
     assert not same(before[0], run.model.state_dict())
 
 
+def test_a_stop_saves_before_it_validates_and_says_which_step(data, tmp_path, monkeypatch, capsys):
+    run = trainer(data, tmp_path / "out", eval_interval=3, max_steps=30)
+    step, order = run.train_step, []
+
+    def train_step():
+        run.stop = run.step == 5
+        return step()
+
+    run.train_step = train_step
+    save, mean = run.save, run.validation.mean
+    monkeypatch.setattr(run, "save", lambda name: (order.append(name), save(name)))
+    monkeypatch.setattr(run.validation, "mean", lambda *a: (order.append("validation"), mean(*a))[1])
+    run.loop()
+    assert run.stop and run.step == 6 and "last.pt has step 6" in capsys.readouterr().out
+    second = order[order.index("last.pt") + 1 :]
+    assert second[0] == "last.pt" and "validation" in second
+
+
+def test_a_signal_behind_the_decision_does_not_part_the_processes(data, tmp_path):
+    """What a process is told while the others already go on counts for the next step."""
+    run = trainer(data, tmp_path / "out", max_steps=4)
+    evaluate = run.evaluate
+
+    def told_meanwhile():
+        run.stop = True
+        return evaluate()
+
+    run.cfg.eval_interval, run.evaluate = 2, told_meanwhile
+    run.loop()
+    assert run.step == 3 and load_checkpoint(tmp_path / "out")["step"] == 3
+
+
+def test_a_scaler_that_tries_its_scale_costs_no_checkpoint(data, tmp_path):
+    run = trainer(data, tmp_path / "out")
+    run.skipped_in_a_row = 1
+    run.save_last()
+    assert not (tmp_path / "out/last.pt").exists()
+    run.scaler = torch.amp.GradScaler("cpu")
+    run.save_last()
+    assert (tmp_path / "out/last.pt").exists() and run.kept == 0
+
+
 def test_a_diverged_run_keeps_its_last_checkpoint(data, tmp_path, capsys):
     """One huge step ruins the weights; later ones are skipped, nothing is saved, and after ten of them the run ends."""
     trainer(data, tmp_path / "out", max_steps=5).loop()
@@ -309,7 +351,7 @@ def test_a_diverged_run_keeps_its_last_checkpoint(data, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         trainer(data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0, max_steps=40).loop()
     printed = capsys.readouterr()
-    assert stopped.value.code == 2 and "10 steps in a row" in printed.err and "no checkpoint" in printed.out
+    assert stopped.value.code == 2 and "10 steps in a row" in printed.err and "no checkpoint is written" in printed.out
     assert (tmp_path / "out/last.pt").read_bytes() == before
     log = (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in log]
