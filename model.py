@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint as recompute
 
 EPSILON = 1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
-DECISIVE = 1e4  # nats by which a key is silenced, or silences the others, whatever its content says
+DECISIVE = 1e4  # nats that silence a key, or all others, whatever the content says
 MAX_EXPONENT = 40.0  # exp(40) nats silences a key; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
@@ -294,10 +294,12 @@ def fused_attention(
     (H, T) vector: a learnable tensor may be read only once here, and its gradient is an atomic sum over all scores that
     share an entry, so H x T entries beat H scalars. Outside, autograd goes on from the vector to theta and s.
 
-    A kernel's gradient of a weight that is 1 is rounding noise where the explicit softmax's is 0, and db/dtheta is as
-    large as b: so b is cut where it decides everything anyway, and beyond that its gradient is 0, as it should be.
+    A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and db/dtheta is as large as
+    b, which for beta < 0 is huge at the own token. There b is cut to what silences the token, or for s < 0 all others,
+    just as well; a cut value has no gradient, as it should.
     """
-    log_prior = None if log_prior is None else log_prior.clamp(-DECISIVE, DECISIVE)
+    if log_prior is not None:
+        log_prior = torch.cat((log_prior[:, :1].clamp(-DECISIVE, DECISIVE), log_prior[:, 1:]), dim=1)
     log_n = None if row_scale is None else row_scale.expand(len(q), -1, -1, -1).flatten(1)  # (B, T)
 
     def add_prior(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
