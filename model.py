@@ -294,9 +294,9 @@ def fused_attention(
     (H, T) vector: a learnable tensor may be read only once here, and its gradient is an atomic sum over all scores that
     share an entry, so H x T entries beat H scalars. Outside, autograd goes on from the vector to theta and s.
 
-    A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and db/dtheta is as large as
-    b, which for beta < 0 is huge at the own token. There b is cut to what silences the token, or for s < 0 all others,
-    just as well; a cut value has no gradient, as it should.
+    A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and db/dtheta is as large
+    as b, which for beta < 0 is huge at the own token. There b is cut to what silences the token, or for s < 0 all
+    others, just as well; a cut value has no gradient, as it should.
     """
     if log_prior is not None:
         log_prior = torch.cat((log_prior[:, :1].clamp(-DECISIVE, DECISIVE), log_prior[:, 1:]), dim=1)

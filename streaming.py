@@ -114,6 +114,7 @@ class KVCache:
         device = model.embedding.weight.device
         dtype = dtype or cache_dtype(device)
         require_memory(model.cfg, batch, length, device, dtype)
+        self.cfg, self.dtype = model.cfg, dtype
         self.batch, self.length, self.exact, self.used = batch, length, exact, 0
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
@@ -134,7 +135,7 @@ class KVCache:
         r * self.batch // batch. For texts that share a beginning, which is then computed once."""
         if batch % self.batch:
             raise ValueError(f"a cache of {self.batch} rows cannot be forked to {batch}; take a multiple")
-        require_memory(self.model.cfg, batch, self.length, self.layers[0].keys.device, self.dtype)
+        require_memory(self.cfg, batch, self.length, self.layers[0].keys.device, self.dtype)
         new = copy.copy(self)
         new.batch, new.layers = batch, [layer.fork(batch // self.batch, self.used) for layer in self.layers]
         return new
