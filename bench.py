@@ -44,7 +44,8 @@ class BenchConfig:
 
     streaming: bool = False  # time a run on long texts instead of training steps
     lengths: tuple[int, ...] = (2048, 8192, 32_768)  # streaming: tokens of the text, a passkey prompt
-    dense_up_to: int = 32_768  # streaming: longest text for the explicit computation, whose time is quadratic
+    ways: tuple[str, ...] = ("plain", "dense", "exact", "skipping")  # streaming: plain is causal attention without a
+    # prior, dense explicit scores with a power for each; exact and skipping are streaming.py without and with skipping
     encodings: tuple[str, ...] = ENCODINGS  # training: which rows; -ssmax behind a name: with Scalable-Softmax
     batch_size: int = 0  # training: windows a step; 0: the batch_size of the config
     steps: int = 10  # training: timed steps a row; their median is reported
@@ -54,13 +55,14 @@ class BenchConfig:
     records: str = "out/bench.jsonl"  # file to which the table is appended as records
 
     def __post_init__(self):
-        for name, least in (("batch_size", 0), ("steps", 1), ("warmup", 0), ("dense_up_to", 0)):
+        for name, least in (("batch_size", 0), ("steps", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not self.lengths or min(self.lengths) < 256:
             raise ValueError(f"lengths is {self.lengths}; it must hold numbers from 256")
-        if unknown := set(self.encodings) - set(ENCODINGS):
-            raise ValueError(f"encodings names {', '.join(sorted(unknown))}; it may hold {', '.join(ENCODINGS)}")
+        for name, known in (("encodings", ENCODINGS), ("ways", BenchConfig.ways)):
+            if (unknown := set(getattr(self, name)) - set(known)) or not getattr(self, name):
+                raise ValueError(f"{name} names {', '.join(sorted(unknown)) or 'none'}; choose from {', '.join(known)}")
 
 
 class Case(NamedTuple):
@@ -241,7 +243,7 @@ def causal_attention(attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tenso
 
 
 WAYS = {
-    "plain causal SDPA": partial(score_by, causal_attention),
+    "plain": partial(score_by, causal_attention),
     "dense": partial(score_by, dense_attention),
     "exact": score_exactly,
     "skipping": score_skipping,
@@ -287,7 +289,7 @@ def streaming_row(record: dict, plain: dict) -> list[str]:
         record["way"],
         f"{seconds:.2f}",
         f"{1000 * seconds / record['length']:.4f}",
-        f"{seconds / plain['seconds']:.2f}" if "error" not in plain else "",
+        f"{seconds / plain['seconds']:.2f}" if "seconds" in plain else "",
         f"{memory / 1e6:.0f}" if memory is not None else "n/a",
         f"{100 * np.mean(skipped):.0f}%" if skipped else "",
     ]
@@ -299,18 +301,16 @@ def bench_streaming(path: str, cfg: BenchConfig, device: torch.device) -> None:
         make_prompts(run.enc, texts_for(run, PasskeyConfig()), PasskeyConfig(), min(cfg.lengths))
     about, found = {"metric": "streaming"} | origin(run), []
     for length in sorted(set(cfg.lengths)):
-        plain = None
-        for way in WAYS:
-            if way == "dense" and length > cfg.dense_up_to:
-                continue
+        plain = {}
+        for way in cfg.ways:
             record = in_a_process(way, path, length, device)
-            plain = plain or record
+            plain = record if way == "plain" else plain
             found.append(streaming_row(record, plain))
             print("  ".join(found[-1]), flush=True)
             append_record(Path(cfg.records), record | about)
     header = ["tokens", "way", "seconds", "s per 1,000", "of plain", "MB", "skipped"]
     print("\n" + aligned([header, *found]))
-    if "error" not in record:
+    if record.get("skipped_blocks"):
         print("\nshare of blocks skipped, head by head, at the longest text:")
         for layer, shares in enumerate(record["skipped_blocks"]):
             print(f"layer {layer}: " + "  ".join(f"{100 * share:.0f}%" for share in shares))

@@ -331,7 +331,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
     for (run, records), (marker, line) in zip(results.items(), STYLES * len(results), strict=False):
         x, y = [r["length"] for r in records], [100 * r["correct"] / r["n"] for r in records]
         bars = np.abs(100 * np.array([r["interval_95"] for r in records]).T - y)
@@ -345,7 +345,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
     axis.minorticks_off()
     axis.set_title(f"n = {first['n']} a point, bars: 95% intervals")
-    axis.legend()
+    figure.legend(loc="outside right center")
     figure.savefig(folder / "passkey.png", dpi=150)
     plt.close(figure)
 

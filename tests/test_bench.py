@@ -67,13 +67,13 @@ def test_streaming_command_line(tmp_path, monkeypatch, capsys):
     model = make_model("ggd", True, theta_alpha=(0.0,), theta_beta=(1.0,), n_head=2)
     save_checkpoint(tmp_path / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
     monkeypatch.setattr(B, "in_a_process", B.time_way)
-    options = ["--streaming", "--lengths=600,1500", "--dense_up_to=600", f"--records={tmp_path / 'bench.jsonl'}"]
+    options = ["--streaming", "--lengths=600,1500", f"--records={tmp_path / 'bench.jsonl'}"]
     monkeypatch.setattr("sys.argv", ["bench.py", str(tmp_path), *options])
     B.main()
     printed = capsys.readouterr().out
-    assert "layer 1:" in printed and printed.count("skipping") == 4 and printed.count("dense") == 2
+    assert "layer 1:" in printed and printed.count("skipping") == 4 and printed.count("dense") == 4
     records = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [r["way"] for r in records] == [*B.WAYS, "plain causal SDPA", "exact", "skipping"]
+    assert [r["way"] for r in records] == [*B.WAYS, *B.WAYS]
     assert all(r["seconds"] > 0 and r["length"] in (600, 1500) for r in records)
     assert np.shape(records[-1]["skipped_blocks"]) == (2, 2) and np.min(records[-1]["skipped_blocks"]) > 0
 
@@ -85,6 +85,7 @@ def test_streaming_command_line(tmp_path, monkeypatch, capsys):
         ("--steps=0", "at least 1"),
         ("none.py", "none.py: no such file"),
         ("--streaming", "name its folder"),
+        ("--ways=dens", "ways names dens"),
     ],
 )
 def test_errors_are_one_sentence(monkeypatch, capsys, word, message):

@@ -17,6 +17,7 @@ from checkpoint import load_checkpoint
 from device import Processes
 from model import ModelConfig
 from shards import read_shard, write_shard
+from windows import Order, Windows
 
 MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
 
@@ -162,17 +163,17 @@ def test_fused_attention_where_it_cannot_be(data, tmp_path, capsys, compiled):
 
 
 def test_every_window_once_an_epoch_over_all_ranks():
-    order = T.Order(windows=50, per_step=8, seed=3)
+    order = Order(windows=50, per_step=8, seed=3)
     seen = np.concatenate([order.step(s, rank, 4) for s in range(25) for rank in range(4)])
     assert (np.bincount(seen, minlength=50) == 4).all()  # 25 steps of 8 windows are 4 epochs of 50
     assert sorted(order.step(9)) == sorted(np.concatenate([order.step(9, rank, 4) for rank in range(4)]))
-    assert (order.step(2) == T.Order(50, 8, 3).step(2)).all() and (order.step(2) != T.Order(50, 8, 4).step(2)).any()
+    assert (order.step(2) == Order(50, 8, 3).step(2)).all() and (order.step(2) != Order(50, 8, 4).step(2)).any()
 
 
 def test_windows_reach_the_last_token_of_every_shard(tmp_path):
     for i, n in enumerate((33, 48, 49)):
         write_shard(tmp_path / f"{i}.bin", np.arange(n) + 100 * i)
-    windows = T.Windows(sorted(tmp_path.glob("*.bin")), 16)
+    windows = Windows(sorted(tmp_path.glob("*.bin")), 16)
     assert len(windows) == 2 + 2 + 3
     assert windows.take(np.array([1, 2, 6])).tolist() == [list(range(a, a + 17)) for a in (16, 100, 232)]
 
@@ -196,6 +197,18 @@ def test_no_long_document_is_said(tmp_path, capsys):
     write_data(tmp_path / "short", document=30)
     assert trainer(tmp_path / "short", tmp_path / "out").validation.long is None
     assert "no val_2x" in capsys.readouterr().out
+
+
+def test_50_shards_are_read_exactly_once_an_epoch_by_two_ranks(tmp_path):
+    """Each of 50 shards of 1,000 tokens has 62 windows of 16; a token's value tells shard and place."""
+    for shard in range(50):
+        write_shard(tmp_path / f"x_train_{shard:06d}.bin", np.arange(1000) + 1000 * shard)
+    windows = Windows(sorted(tmp_path.glob("*.bin")), 16)
+    assert len(windows) == 50 * 62
+    order = Order(len(windows), per_step=100, seed=5)
+    read = [windows.take(order.step(step, rank, 2))[:, 0] for step in range(31) for rank in (0, 1)]
+    expected = [1000 * shard + 16 * k for shard in range(50) for k in range(62)]
+    assert torch.cat(read).sort().values.tolist() == expected
 
 
 def test_gradient_accumulation_is_the_joined_batch(data, tmp_path):
