@@ -231,7 +231,8 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
         first, last = lowest + tile * size, min(lowest + (tile + 1) * size, near)
         heads = tiles[:, tile].nonzero().flatten().tolist()
         layer.computed[heads] += last - first
-        heads = heads if len(heads) < H else slice(None)  # a slice copies nothing
+        if heads[-1] - heads[0] + 1 == len(heads):  # neighbours: a slice copies nothing
+            heads = slice(heads[0], heads[-1] + 1)
         y_far, log_far = attend_tile(layer, queries, heads, first * BLOCK, last * BLOCK)
         log_near = log_evidence[:, heads]
         total = torch.logaddexp(log_near, log_far)
