@@ -155,7 +155,7 @@ def test_skipping_leaves_out_less_than_the_tolerance(monkeypatch, ssmax, s, thet
     out, cache = attended(model, q, k, v)
     assert left_out.max() <= tolerance
     difference = (out - attended(model, q, k, v, exact=True)[0]).abs().max()
-    assert difference <= 2 * tolerance * v.abs().max() + 1e-6
+    assert difference <= (2 * tolerance + 1e-6) * v.abs().max()  # 1e-6: rounding, since other products are taken
     skipped = dict(zip(SHAPES, cache.skipped()[0].tolist(), strict=True))
     assert skipped["uniform"] == 0
     if s > 0:
