@@ -33,7 +33,8 @@ from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
 from eval_passkey import PasskeyConfig, make_prompts, texts_for
 from records import aligned, append_record, load_run, origin
 from streaming import KVCache, score
-from train import TrainConfig, documents
+from train import TrainConfig
+from windows import documents
 
 ENCODINGS = tuple(pe + s for pe in ("nope", "sinusoidal", "rope", "alibi", "ggd") for s in ("", "-ssmax"))
 

@@ -97,10 +97,7 @@ def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
         raise ValueError(f"there is no '{source}'; name a text for the perplexity with --source")
     if Path(source).is_dir():
         return shard_documents(Path(source), run)
-    try:
-        return [np.array(encode_document(run.enc, Path(source).read_text(encoding="utf-8-sig")))]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text; convert it first") from error
+    return [np.array(encode_document(run.enc, records.read_text(source)))]
 
 
 def shard_documents(folder: Path, run: Run) -> list[np.ndarray]:

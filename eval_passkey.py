@@ -41,6 +41,7 @@ from records import (
     load_run,
     name_of,
     origin,
+    read_text,
     wilson,
 )
 from streaming import KVCache, prefill, require_memory, score
@@ -252,12 +253,7 @@ def work(prompts: list[Prompt], batch_tokens: int) -> int:
 
 def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
     """Filler and description for a run. Raises ValueError or OSError, in one sentence, for an unusable file."""
-    try:
-        filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else Path(cfg.filler).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{cfg.filler} is not UTF-8 text; convert it first") from error
-    if not filler.strip():
-        raise ValueError(f"{cfg.filler} has no text; choose another file")
+    filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else read_text(cfg.filler)
     described = cfg.description == "true" or (cfg.description == "auto" and run.saved["tokenizer"] != "bytes")
     return Texts(filler, DESCRIPTION if described else "")
 

@@ -95,6 +95,17 @@ def origin(run: Run) -> dict:
     }
 
 
+def read_text(path: str | Path) -> str:
+    """The text of a file of the user. ValueError or OSError, in one sentence, if it is no UTF-8 or holds no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; convert it first") from error
+    if not text.strip():
+        raise ValueError(f"{path} has no text; choose another file")
+    return text
+
+
 def append_record(file: Path, record: dict) -> None:
     """One more line. A last line that a killed run left unfinished is ended first, so that it spoils no other."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,9 @@ from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig
 from shards import read_meta, replacing
 from tokenizer import get_tokenizer
-from windows import Order, Windows, long_windows
+from windows import Order, Validation, Windows, documents
 
 ROOT = Path(__file__).resolve().parent
-CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
 PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
 
 
@@ -123,46 +122,6 @@ def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Wind
             fail(f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size")
 
 
-class Validation:
-    """Losses on fixed windows: `val` on windows as in training, and `val_1x`, `val_2x`, `val_4x` with the same target
-    tokens, the last T/2 of long documents' windows, seen with T, 2T and 4T tokens of context."""
-
-    def __init__(self, val: Windows, eot: int, cfg: TrainConfig, processes: Processes):
-        self.eot, self.batch, self.processes = eot, cfg.batch_size, processes
-        picks = np.linspace(0, len(val) - 1, min(cfg.eval_windows, len(val))).astype(int)
-        self.windows, self.T = val.take(picks), val.T
-        self.long = long_windows(val, eot, CONTEXTS[-1], max(1, cfg.eval_windows // CONTEXTS[-1]))
-        if self.long is None:
-            print(f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x")
-
-    @torch.no_grad()
-    def run(self, model: GPT, device: torch.device, autocast) -> dict[str, float]:
-        model.eval()
-        losses = {"val": self.mean(model, self.windows, self.T, device, autocast)}
-        for c in CONTEXTS if self.long is not None else ():
-            losses[f"val_{c}x"] = self.mean(model, self.long[:, -c * self.T - 1 :], self.T // 2, device, autocast)
-        model.train()
-        return losses
-
-    def mean(self, model: GPT, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
-        """Mean loss of the last `targets` tokens of every window; every process takes its share of the windows."""
-        rows = max(1, self.batch * self.T // (windows.shape[1] - 1))
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for w in windows[self.processes.rank :: self.processes.world].split(rows):
-            if not len(w):  # fewer windows than processes
-                continue
-            idx, y = w[:, :-1].to(device), w[:, 1:].clone()
-            y[:, :-targets] = -100
-            with autocast:
-                total += model(idx, y.to(device), documents(idx, self.eot)).double() * len(w)
-        return self.processes.mean(total).item() * self.processes.world / len(windows)
-
-
-def documents(idx: Tensor, eot: int) -> Tensor:
-    """(B, T) -> (B, T): the number of each token's document; a document begins with its end-of-text token."""
-    return (idx == eot).cumsum(1)
-
-
 def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
     """Linear warm-up, then a cosine from 1 to min_lr_fraction; multiplies the peak rate of every group."""
     if step < cfg.warmup_steps:
@@ -231,7 +190,7 @@ class Trainer:
         self.order = Order(len(self.train), windows_per_step, cfg.seed)
         self.device, self.dtype, compiled, attention = choose_device(cfg, processes)
         self.autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        self.validation = Validation(val, self.meta["eot"], cfg, processes)
+        self.validation = Validation(val, self.meta["eot"], cfg.eval_windows, cfg.batch_size, processes)
         torch.manual_seed(cfg.seed)
         self.model = GPT(model_cfg).to(self.device)
         self.model.attention = attention
@@ -397,6 +356,9 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
         losses = self.validation.run(self.model, self.device, self.autocast)
+        if not math.isfinite(losses["val"]):
+            print(f"step {self.step}: the validation loss is {losses['val']}, so no checkpoint is written")
+            return losses
         if losses["val"] < self.best and not self.doubtful():
             self.best = losses["val"]
             self.save("best.pt")  # first, so that a last.pt never speaks of a best.pt that was not written

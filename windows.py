@@ -1,4 +1,4 @@
-"""Token shards as training windows: which windows there are, and in which order they are read."""
+"""Token shards as windows: which there are, in which order they are trained on, and the losses on held-out ones."""
 
 from pathlib import Path
 
@@ -6,7 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from device import Processes
+from model import GPT
 from shards import read_shard
+
+CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
 
 
 class Windows:
@@ -58,3 +62,44 @@ def long_windows(val: Windows, eot: int, multiple: int, count: int) -> Tensor | 
             found += [shard[at : at + size] for at in range(begin, end - size + 1, size - 1)]
     picks = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int) if found else []
     return torch.from_numpy(np.stack([found[i] for i in picks]).astype(np.int64)) if found else None
+
+
+def documents(idx: Tensor, eot: int) -> Tensor:
+    """(B, T) -> (B, T): the number of each token's document; a document begins with its end-of-text token."""
+    return (idx == eot).cumsum(1)
+
+
+class Validation:
+    """Losses on fixed windows: `val` on windows as in training, and `val_1x`, `val_2x`, `val_4x` with the same target
+    tokens, the last T/2 of long documents' windows, seen with T, 2T and 4T tokens of context."""
+
+    def __init__(self, val: Windows, eot: int, count: int, batch: int, processes: Processes):
+        """`count` windows of the training length, evenly spread, `batch` of them at a time in each process."""
+        self.eot, self.batch, self.processes = eot, batch, processes
+        picks = np.linspace(0, len(val) - 1, min(count, len(val))).astype(int)
+        self.windows, self.T = val.take(picks), val.T
+        self.long = long_windows(val, eot, CONTEXTS[-1], max(1, count // CONTEXTS[-1]))
+        if self.long is None:
+            print(f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x")
+
+    @torch.no_grad()
+    def run(self, model: GPT, device: torch.device, autocast) -> dict[str, float]:
+        model.eval()
+        losses = {"val": self.mean(model, self.windows, self.T, device, autocast)}
+        for c in CONTEXTS if self.long is not None else ():
+            losses[f"val_{c}x"] = self.mean(model, self.long[:, -c * self.T - 1 :], self.T // 2, device, autocast)
+        model.train()
+        return losses
+
+    def mean(self, model: GPT, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
+        """Mean loss of the last `targets` tokens of every window; every process takes its share of the windows."""
+        rows = max(1, self.batch * self.T // (windows.shape[1] - 1))
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for w in windows[self.processes.rank :: self.processes.world].split(rows):
+            if not len(w):  # fewer windows than processes
+                continue
+            idx, y = w[:, :-1].to(device), w[:, 1:].clone()
+            y[:, :-targets] = -100
+            with autocast:
+                total += model(idx, y.to(device), documents(idx, self.eot)).double() * len(w)
+        return self.processes.mean(total).item() * self.processes.world / len(windows)

@@ -1,6 +1,7 @@
 """What the tests share: the repository on the path, the ten encodings, a small model with no start values left."""
 
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pytest
 import torch
 
+from checkpoint import save_checkpoint
 from model import GPT, ModelConfig
+from tokenizer import get_tokenizer
 
 ENCODINGS = list(itertools.product(["nope", "sinusoidal", "rope", "alibi", "ggd"], [False, True]))
 
@@ -33,6 +36,26 @@ def make_model(pe, ssmax, **changes):
             elif not fixed:
                 p.uniform_(-1.0, 1.0, generator=generator)
     return model
+
+
+@pytest.fixture(params=["bytes", "gpt2"])
+def enc(request, monkeypatch):
+    """Each tokenizer in turn."""
+    if request.param == "gpt2":
+        if "NANOBAM_TEST_DATA" not in os.environ:
+            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+    return get_tokenizer(request.param)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a byte-level run with random weights."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    model = make_model("ggd", True, block_size=128)
+    save_checkpoint(folder / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
+    return folder
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,8 +1,6 @@
 """The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line from end to end."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,15 +12,6 @@ import exercises
 import streaming
 from checkpoint import save_checkpoint
 from tokenizer import EOT, get_tokenizer
-
-
-@pytest.fixture(params=["bytes", "gpt2"])
-def enc(request, monkeypatch):
-    if request.param == "gpt2":
-        if "NANOBAM_TEST_DATA" not in os.environ:
-            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
-    return get_tokenizer(request.param)
 
 
 @pytest.mark.parametrize("wording", E.WORDINGS)
@@ -150,15 +139,6 @@ def test_exercises_never_hold_the_texts_that_test_generalisation():
     assert text.count("The pass key is") > 100 and text.count("The grass") > 50
     assert not any(f"the {a} {b} is" in text.lower() for a in ("secret", "number") for b in ("secret", "number"))
     assert not any(sentence in text for sentence in E.FILLERS["unseen"].split(".")[:-1])
-
-
-@pytest.fixture
-def run(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    model = make_model("ggd", True, block_size=128)
-    save_checkpoint(folder / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
-    return folder
 
 
 def call(monkeypatch, *arguments):

@@ -1,8 +1,5 @@
 """Content x prior = posterior on a prompt: rows are those of the model and obey Theorem 1, the needle is marked."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import ENCODINGS, make_model
@@ -44,15 +41,6 @@ def test_log_z_is_ln_n_where_the_prior_is_uniform():
         torch.testing.assert_close(log_z, (rows + 1).double().log().expand(4, -1))
     for log_z in P.look(make_model("ggd", True), text(), rows, lambda p: p.log_z):
         assert log_z.min() >= -1e-12 and (log_z - (rows + 1).log()).abs().max() > 0.1
-
-
-@pytest.fixture(params=["bytes", "gpt2"])
-def enc(request, monkeypatch):
-    if request.param == "gpt2":
-        if "NANOBAM_TEST_DATA" not in os.environ:
-            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
-    return get_tokenizer(request.param)
 
 
 def test_marks_are_the_tokens_that_hold_the_words(enc):

@@ -1,9 +1,7 @@
 """RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100, and the command line."""
 
-import os
 import re
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,15 +20,6 @@ TEXT = (
     + "It went on (and on), without an end to it, " * 20
     + "as such sentences do.\n" * 2
 )
-
-
-@pytest.fixture(params=["bytes", "gpt2"])
-def enc(request, monkeypatch):
-    if request.param == "gpt2":
-        if "NANOBAM_TEST_DATA" not in os.environ:
-            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
-    return get_tokenizer(request.param)
 
 
 @pytest.fixture
@@ -330,15 +319,6 @@ def test_every_token_the_most_likely_is_greedy_decoding(monkeypatch):
         other = text[:2] + ("x" if text[2] != "x" else "y") + text[3:]
         outcome = E.ask(Run("", model, {}, enc), sample._replace(answer=other, values=[other + "z" * 16]))
         assert outcome.score == 0 and outcome.right[:3] == [True, True, False]
-
-
-@pytest.fixture
-def run(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    model = make_model("ggd", True, block_size=128)
-    save_checkpoint(folder / "last.pt", model.checkpoint() | {"tokenizer": "bytes", "step": 1})
-    return folder
 
 
 def call(monkeypatch, *arguments):

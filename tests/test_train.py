@@ -347,6 +347,13 @@ def test_a_signal_behind_the_decision_does_not_part_the_processes(data, tmp_path
     assert run.step == 3 and load_checkpoint(tmp_path / "out")["step"] == 3
 
 
+def test_a_model_without_finite_validation_loss_is_not_saved(data, tmp_path, monkeypatch, capsys):
+    run = trainer(data, tmp_path / "out")
+    monkeypatch.setattr(run.validation, "run", lambda *_: {"val": math.nan})
+    run.evaluate()
+    assert not (tmp_path / "out/last.pt").exists() and "no checkpoint is written" in capsys.readouterr().out
+
+
 def test_a_scaler_that_tries_its_scale_costs_no_checkpoint(data, tmp_path):
     run = trainer(data, tmp_path / "out")
     run.skipped_in_a_row = 1
