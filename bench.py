@@ -28,7 +28,7 @@ from torch import Tensor
 
 import configurator
 import model as M
-from configurator import fail, user_errors
+from configurator import check_folder, fail, user_errors
 from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
 from eval_passkey import PasskeyConfig, make_prompts, texts_for
 from records import aligned, append_record, load_run, origin
@@ -321,7 +321,12 @@ def main() -> None:
     (cfg,), words = configurator.parse([BenchConfig], sys.argv[1:], __doc__, positional="configs or run")
     if cfg.streaming and len(words) != 1:
         fail("--streaming times one run; name its folder, such as out/ggd_bam_cpu")
+    if not cfg.streaming and (folders := [word for word in words if Path(word).is_dir()]):
+        fail(f"{folders[0]} is a folder; --streaming times a run, and training steps are timed for config files")
+    if Path(cfg.records).is_dir():
+        fail(f"records is {cfg.records}, a folder; name a file in it")
     with user_errors():
+        check_folder(Path(cfg.records).parent)
         device, why = pick_device(cfg.device)
         dtype, reason = pick_dtype(cfg.dtype, device)
     number = "" if cfg.streaming else f", {str(dtype).removeprefix('torch.')} ({reason})"

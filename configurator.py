@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import os
 import shlex
 import sys
 import textwrap
@@ -44,10 +45,12 @@ def run(main: Callable[[], None]) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """ValueError if no folder can be made at `path` because a file is in the way. Makes nothing."""
+    """ValueError if no folder can be made or written to at `path`. Makes nothing."""
     there = next((p for p in (path, *path.parents) if p.exists()), None)
     if there is not None and not there.is_dir():
         raise ValueError(f"{there} is a file where a folder is needed; choose another path")
+    if there is not None and not os.access(there, os.W_OK):
+        raise ValueError(f"{there} may not be written to; choose another path")
 
 
 @contextlib.contextmanager

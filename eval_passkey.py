@@ -163,10 +163,11 @@ class PasskeyConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
-        for name, values in (("window", (self.window,)), ("lengths", self.lengths), ("depths", (self.depths,))):
+        ranges = ("window", 0, (self.window,)), ("lengths", 1, self.lengths), ("depths", 1, (self.depths,))
+        for name, least, values in ranges:
             for value in values:
-                if not 0 <= value <= LONGEST:
-                    raise ValueError(f"{name} is {value}; it must be at least 0 and at most {LONGEST:,}")
+                if not least <= value <= LONGEST:
+                    raise ValueError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
 
 
 class Texts(NamedTuple):

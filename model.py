@@ -66,9 +66,8 @@ class ModelConfig:
     block_size: int = 512  # training length in tokens: recorded, never a limit
     pe: Literal["nope", "sinusoidal", "rope", "alibi", "ggd"] = "ggd"  # positional encoding
     ssmax: bool = True  # Scalable-Softmax: sharpen the scores of a query that sees n keys by s ln n
-    ssmax_init: float = (
-        1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax, 1 / ln(block_size) about as sharp
-    )
+    ssmax_init: float = 1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax,
+    # 1 / ln(block_size) about as sharp
     theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start, one value for all heads or one per head
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise

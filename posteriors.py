@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from configurator import user_errors
 from eval_passkey import WORDINGS, PasskeyConfig, cost, make_prompts, texts_for
 from model import GPT, CausalSelfAttention, Layout, Posterior, reference_posterior
 from records import BAR, Run, name_of
@@ -176,7 +177,8 @@ def panels(rows: int, columns: int, width: float, height: float, **sharing) -> t
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    with user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / name) as file:
         figure.savefig(file, format="png", dpi=150)
     print(f"saved {folder / name}", flush=True)

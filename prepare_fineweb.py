@@ -107,7 +107,9 @@ class PrepareConfig:
         ]
         for field, holds, wanted in rules:
             if not holds:
-                raise ValueError(f"{field} is {getattr(self, field)!r}: expected {wanted}")
+                value = getattr(self, field)
+                shown = (",".join(value) or "empty") if isinstance(value, tuple) else repr(value)
+                raise ValueError(f"{field} is {shown}: expected {wanted}")
 
 
 class Place(NamedTuple):
@@ -124,6 +126,8 @@ class Place(NamedTuple):
 def local_files(names: Iterable[str]) -> list[str]:
     """The paths of --files, all checked before the first is read."""
     for path in map(Path, names):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name the files in it")
         if not path.is_file():
             raise ValueError(f"no file {path}")
         if path.suffix not in (".txt", ".jsonl", ".parquet"):

@@ -30,7 +30,7 @@ from checkpoint import load_checkpoint, save_checkpoint
 from configurator import check_folder, fail, user_errors
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig
-from shards import read_meta, replacing
+from shards import UNFINISHED, read_meta, replacing
 from tokenizer import get_tokenizer
 from windows import Order, Validation, Windows, documents
 
@@ -87,9 +87,8 @@ class TrainConfig:
 def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) -> tuple[Windows, Windows, dict]:
     """Training windows, validation windows and meta.json of a data folder, which is prepared first if it is missing."""
     folder = Path(cfg.data)
-    if (
-        cfg.prepare and processes.world == 1 and not (folder / "meta.json").exists()
-    ):  # written last: without it, the folder is not whole
+    unfinished = not any(folder.glob("*")) or (folder / UNFINISHED).exists()
+    if cfg.prepare and processes.world == 1 and unfinished:
         print(f"{folder} is not there yet: prepare_fineweb.py {cfg.prepare}", flush=True)
         with user_errors():
             options = shlex.split(cfg.prepare)
@@ -235,7 +234,8 @@ class Trainer:
         return None
 
     def restore(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
+        with user_errors():
+            self.out.mkdir(parents=True, exist_ok=True)
         if self.saved is None:
             if self.processes.rank == 0:
                 (self.out / "log.jsonl").write_text("", encoding="utf-8")

@@ -1,13 +1,13 @@
 """configurator.py: what a user can write, and what each mistake is told."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from configurator import fail, parse, run, user_errors
+from configurator import fail, meanings, parse, run, user_errors
 
 
 @dataclass
@@ -318,3 +318,15 @@ def test_ctrl_c_ends_without_a_traceback(capsys):
     with pytest.raises(SystemExit) as stopped:
         run(main)
     assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_every_key_of_every_script_has_a_meaning():
+    """A formatter may move a comment away from its field, and --help would lose it without a word."""
+    import bench, eval_downstream, eval_passkey, eval_ruler, model, plot_priors, prepare_fineweb, train  # noqa: E401, I001
+
+    for cls in (
+        model.ModelConfig, train.TrainConfig, bench.BenchConfig, prepare_fineweb.PrepareConfig, plot_priors.PlotConfig,
+        eval_passkey.PasskeyConfig, eval_ruler.RulerConfig, eval_downstream.DownstreamConfig,
+    ):  # fmt: skip
+        found = meanings(cls)
+        assert not [field.name for field in fields(cls) if len(found[field.name]) < 3], cls

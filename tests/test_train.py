@@ -347,6 +347,25 @@ def test_a_signal_behind_the_decision_does_not_part_the_processes(data, tmp_path
     assert run.step == 3 and load_checkpoint(tmp_path / "out")["step"] == 3
 
 
+def test_a_folder_of_other_files_is_not_filled_with_shards(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("Dear Ada", encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        trainer(tmp_path / "mine", tmp_path / "out", prepare="--source=pydocs --window=16")
+    assert stopped.value.code == 2 and "no *train_*.bin" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
+
+
+def test_an_output_folder_that_cannot_be_made(data, tmp_path, monkeypatch, capsys):
+    def refused(path, *_, **__):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(T.Path, "mkdir", refused)
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out")
+    assert stopped.value.code == 2 and "operation not permitted" in capsys.readouterr().err
+
+
 def test_a_model_without_finite_validation_loss_is_not_saved(data, tmp_path, monkeypatch, capsys):
     run = trainer(data, tmp_path / "out")
     monkeypatch.setattr(run.validation, "run", lambda *_: {"val": math.nan})
