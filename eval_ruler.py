@@ -10,13 +10,8 @@ passkey test: right if each of its tokens is the most likely one, given the true
 """
 
 import hashlib
-import itertools
-import random
-import re
 import sys
-import textwrap
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,193 +26,12 @@ import configurator
 import records
 from configurator import user_errors
 from device import pick_device
-from eval_passkey import FILLERS, LONGEST, MULTIPLES, cell, cost
+from eval_passkey import LONGEST, MULTIPLES, cell, cost
+from needles import BUDGET, TASKS, Sample, make_sample, read_essay, shortest
 from streaming import KVCache, generate, score
 from tokenizer import encode_document, get_tokenizer
 
-HAYSTACK = Path(__file__).resolve().parent / "data" / "pydocs" / "pydocs.txt"
-BUDGET = {"gpt2": 128, "bytes": 512}  # tokens generated for each prompt, a part of its length; RULER's is 128
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in an essay: RULER's, in whole percents
-SENTENCE = 300  # characters at most: a longer one is cut at a space
 STEP = 10**5  # work of generating a token in the units of cost(), as measured with the laptop model on a CPU
-JOINERS = {"noise": "\n", "essay": " ", "needles": "\n"}  # what stands between two units of a haystack
-
-
-class Task(NamedTuple):
-    haystack: Literal["noise", "essay", "needles"]
-    key: Literal["words", "uuids"]
-    value: Literal["numbers", "uuids"]
-    keys: int = 1
-    values: int = 1  # of each key; every value is told by a needle of its own
-    queries: int = 1  # how many of the keys are asked
-
-
-TASKS = {
-    "niah_single_1": Task("noise", "words", "numbers"),
-    "niah_single_2": Task("essay", "words", "numbers"),
-    "niah_single_3": Task("essay", "words", "uuids"),
-    "niah_multikey_1": Task("essay", "words", "numbers", keys=4),
-    "niah_multikey_2": Task("needles", "words", "numbers"),
-    "niah_multikey_3": Task("needles", "uuids", "uuids"),
-    "niah_multivalue": Task("essay", "words", "numbers", values=4),
-    "niah_multiquery": Task("essay", "words", "numbers", keys=4, queries=4),
-}
-
-# RULER's texts to the letter: the prompt, and the beginning of the answer behind it; {kind} is number or uuid
-PLURAL = (
-    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the {kind}s afterwards.\n{context}\n"
-    "What are all the special magic {kind}s for {query} mentioned in the provided text?",
-    " The special magic {kind}s for {query} mentioned in the provided text are",
-)
-SINGULAR = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the {kind} afterwards.\n{context}\n"
-    "What is the special magic {kind} for {query} mentioned in the provided text?",
-    " The special magic {kind} for {query} mentioned in the provided text is",
-)
-NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-NOISE = FILLERS["passkey"].strip()  # RULER's five sentences are the passkey's
-
-# a key of words is one of each, with a hyphen between them
-ADJECTIVES = """
-amber ancient bitter bold brave brief bright bronze calm careful clever cold coral crisp curly dark dusty eager early
-empty faint famous fancy fresh gentle giant golden happy heavy hollow honest humble ivory jolly large late lively
-lonely lucky mellow misty modern narrow noble olive patient plain proud purple quiet rapid rough round royal rusty
-sharp shiny silent slow small solid tall tiny warm"""
-NOUNS = """
-acorn anchor apron arrow badge barrel basket beacon bottle branch bridge bucket button camera candle canoe carpet
-castle circle cloud compass cotton cradle curtain dragon drum engine falcon feather ferry flute forest garden glove
-hammer harbor helmet island jacket kettle ladder lantern lemon magnet marble meadow mirror monkey paddle parrot
-pebble pencil planet rabbit ribbon river saddle shadow tunnel turtle valley violin wagon window"""
-
-
-class Needle(NamedTuple):
-    key: str
-    value: str
-    depth: float  # 0 to 1: of n units of haystack, int(n * depth) stand before it
-
-
-class Sample(NamedTuple):
-    prompt: str
-    prefix: str  # the beginning of the answer, given to the model
-    values: list[str]  # what is expected
-    answer: str  # the same as text that goes on behind the prefix
-    needles: list[Needle]  # in reading order
-    tokens: list[int]  # of <|endoftext|>, prompt and prefix
-
-
-# ---- the generator
-
-
-def read_essay(file: str) -> list[str]:
-    """The sentences of a text file (none named: HAYSTACK) with single spaces; blank lines end sentences too.
-
-    Raises ValueError or OSError, in one sentence, for a file that is missing, no text or empty.
-    """
-    path = Path(file or HAYSTACK)
-    if not path.exists():
-        command = "python prepare_fineweb.py --source=pydocs"
-        raise ValueError(f"there is no {path}; name a text with --haystack_file, or make the default one: {command}")
-    parts = re.split(r"(?<=[.!?])\s+|\n\s*\n", records.read_text(path))
-    wrapped = (textwrap.wrap(" ".join(part.split()), SENTENCE, break_on_hyphens=False) for part in parts)
-    return list(itertools.chain(*wrapped))
-
-
-def draw(kind: str, rng: random.Random, used: set[str]) -> str:
-    """A key or value that is not in `used`, which it joins."""
-    if kind == "words":
-        drawn = f"{rng.choice(ADJECTIVES.split())}-{rng.choice(NOUNS.split())}"
-    elif kind == "numbers":
-        drawn = str(rng.randrange(10**6, 10**7))
-    else:
-        drawn = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    if drawn in used:
-        return draw(kind, rng, used)
-    used.add(drawn)
-    return drawn
-
-
-def draw_needles(task: Task, rng: random.Random, used: set[str]) -> tuple[list[Needle], list[str]]:
-    """The needles in reading order, and the keys that are asked; their keys and values join `used`."""
-    keys = [draw(task.key, rng, used) for _ in range(task.keys)]
-    told = rng.sample(keys * task.values, task.keys * task.values)
-    depths = sorted(rng.sample(DEPTHS, len(told)) if task.haystack == "essay" else [rng.random() for _ in told])
-    needles = [Needle(key, draw(task.value, rng, used), depth) for key, depth in zip(told, depths, strict=True)]
-    return needles, rng.sample(keys, task.queries)
-
-
-def needle_text(task: Task, key: str, value: str) -> str:
-    return NEEDLE.format(kind=task.value[:-1], key=key, value=value)
-
-
-def haystack(task: Task, rng: random.Random, used: set[str], essay: Sequence[str]) -> Iterator[str]:
-    """Units without end: noise lines, the essay's sentences again and again, or needles without what is in `used`."""
-    if task.haystack == "noise":
-        return itertools.repeat(NOISE)
-    if task.haystack == "essay":
-        return itertools.cycle(essay)
-    return (needle_text(task, *(draw(k, rng, set(used)) for k in (task.key, task.value))) for _ in itertools.count())
-
-
-def listed(names: list[str]) -> str:
-    """a / a, and b / a, b, and c: as RULER joins its queries."""
-    return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
-
-
-def build(task: Task, needles: list[Needle], asked: list[str], units: list[str], enc: tiktoken.Encoding) -> Sample:
-    """Hide the needles in these units and put the question behind them."""
-    values = [needle.value for key in asked for needle in needles if needle.key == key]
-    context = list(units)
-    for needle in reversed(needles):  # from behind, so that the places before stay what they are
-        context.insert(int(len(units) * needle.depth), needle_text(task, needle.key, needle.value))
-    words = {"kind": task.value[:-1], "query": listed(asked), "context": JOINERS[task.haystack].join(context)}
-    prompt, prefix = (text.format(**words) for text in (SINGULAR if len(values) == 1 else PLURAL))
-    return Sample(prompt, prefix, values, f" {listed(values)}", needles, encode_document(enc, prompt + prefix))
-
-
-def make_sample(
-    name: str, seed: int, index: int, length: int | None, enc: tiktoken.Encoding, essay: Sequence[str] = ()
-) -> Sample:
-    """Sample number `index` of a task, a pure function of its arguments; `essay` is what read_essay() returns.
-
-    Tokens and the answer's BUDGET take at most `length`, and would take more with one more unit of haystack; length
-    None: one unit. Raises ValueError if one unit does not fit. Differences from RULER:
-    - <|endoftext|> stands before the prompt, as before every training document, and counts;
-    - the budget is four times as large for bytes, since a GPT-2 token holds about four;
-    - every sample is filled by itself, an essay by sentences. RULER finds one number of units for all (500 words a
-      step), takes steps off where a sample is too long, and never ends where a length holds none;
-    - keys and values are all different, and a haystack of needles tells none of those asked, as RULER's by chance may;
-    - the values of one key are expected in reading order (only the teacher-forced score sees it);
-    - words and essay are others: RULER's essays are not free to copy, and its words come from a package.
-    """
-    task, rng, used = TASKS[name], random.Random(f"{name} {seed} {index}"), set()
-    needles, asked = draw_needles(task, rng, used)
-    more = haystack(task, rng, used, essay)
-    units = [next(more)]
-    sample = build(task, needles, asked, units, enc)
-    if length is None:
-        return sample
-    room, tokens = length - BUDGET[enc.name], len(sample.tokens)
-    if tokens > room:
-        raise ValueError(f"{length:,} tokens cannot hold this {name}; it needs at least {tokens + BUDGET[enc.name]:,}")
-    while tokens <= room:  # count unit by unit to come near, then let the tokens of the whole text decide
-        units.append(next(more))
-        tokens += len(enc.encode_ordinary(JOINERS[task.haystack] + units[-1]))
-    while len((sample := build(task, needles, asked, units, enc)).tokens) <= room:
-        units.append(next(more))
-    while len(sample.tokens) > room:
-        units.pop()
-        sample = build(task, needles, asked, units, enc)
-    return sample
-
-
-def shortest(name: str, seed: int, samples: int, enc: tiktoken.Encoding, essay: Sequence[str]) -> int:
-    """The least length in tokens, the answer's budget included, that holds all of a task's samples."""
-    return BUDGET[enc.name] + max(len(make_sample(name, seed, i, None, enc, essay).tokens) for i in range(samples))
-
-
-# ---- the test
 
 
 @dataclass

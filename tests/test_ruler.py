@@ -9,6 +9,7 @@ import torch
 from conftest import make_model
 
 import eval_ruler as E
+import needles as N
 from checkpoint import save_checkpoint
 from records import Run, read_records
 from tokenizer import get_tokenizer
@@ -31,12 +32,12 @@ def essay_file(tmp_path):
 
 @pytest.fixture
 def essay(essay_file):
-    return E.read_essay(str(essay_file))
+    return N.read_essay(str(essay_file))
 
 
 def test_the_eight_tasks():
     """haystack, key, value; then keys, values of each, queries."""
-    assert {name: tuple(task) for name, task in E.TASKS.items()} == {
+    assert {name: tuple(task) for name, task in N.TASKS.items()} == {
         "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
         "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
         "niah_single_3": ("essay", "words", "uuids", 1, 1, 1),
@@ -46,8 +47,8 @@ def test_the_eight_tasks():
         "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
         "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
     }
-    assert E.BUDGET == {"gpt2": 128, "bytes": 512}
-    assert [100 * depth for depth in E.DEPTHS] == pytest.approx(np.round(np.linspace(0, 100, 40)).tolist())
+    assert N.BUDGET == {"gpt2": 128, "bytes": 512}
+    assert [100 * depth for depth in N.DEPTHS] == pytest.approx(np.round(np.linspace(0, 100, 40)).tolist())
 
 
 ONE = (
@@ -67,12 +68,12 @@ def context_of(sample):
 
 
 def needle_of(task, needle):
-    return f"One of the special magic {E.TASKS[task].value} for {needle.key} is: {needle.value}."
+    return f"One of the special magic {N.TASKS[task].value} for {needle.key} is: {needle.value}."
 
 
-@pytest.mark.parametrize("task", E.TASKS)
+@pytest.mark.parametrize("task", N.TASKS)
 def test_texts_to_the_letter(task, essay):
-    sample = E.make_sample(task, 1, 2, 2000, get_tokenizer("bytes"), essay)
+    sample = N.make_sample(task, 1, 2, 2000, get_tokenizer("bytes"), essay)
     keys = [next(n.key for n in sample.needles if n.value == value) for value in sample.values]
     query = keys[0]
     if task == "niah_multiquery":
@@ -93,7 +94,7 @@ def test_texts_to_the_letter(task, essay):
 
 def test_texts_as_they_are_sent():
     """One prompt written out, so that no test helper stands between it and the eye."""
-    sample = E.make_sample("niah_single_1", 42, 0, None, get_tokenizer("bytes"))
+    sample = N.make_sample("niah_single_1", 42, 0, None, get_tokenizer("bytes"))
     (needle,) = sample.needles
     assert sample.prompt + sample.prefix + sample.answer == (
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
@@ -104,7 +105,7 @@ def test_texts_as_they_are_sent():
 
 
 def test_names_are_listed_as_in_ruler():
-    assert [E.listed(list(names)) for names in ("a", "ab", "abcd")] == ["a", "a, and b", "a, b, c, and d"]
+    assert [N.listed(list(names)) for names in ("a", "ab", "abcd")] == ["a", "a, and b", "a, b, c, and d"]
 
 
 def test_essay_is_cut_at_sentence_ends(essay, tmp_path):
@@ -119,14 +120,14 @@ def test_essay_is_cut_at_sentence_ends(essay, tmp_path):
     assert " ".join(essay) == " ".join(TEXT.split()) and max(map(len, essay)) <= 300
     assert essay[-2:] == ["as such sentences do."] * 2 or essay[-1] == "as such sentences do."
     (tmp_path / "wall.txt").write_text("x" * 1000, encoding="utf-8")
-    assert list(map(len, E.read_essay(str(tmp_path / "wall.txt")))) == [300, 300, 300, 100]
+    assert list(map(len, N.read_essay(str(tmp_path / "wall.txt")))) == [300, 300, 300, 100]
 
 
 def units_of(task, essay, sample, longer):
     """The haystack of a sample, and the unit that would come next, out of a longer sample's."""
-    if E.TASKS[task].haystack == "noise":
+    if N.TASKS[task].haystack == "noise":
         return [NOISE] * context_of(sample).count(NOISE), NOISE
-    if E.TASKS[task].haystack == "needles":
+    if N.TASKS[task].haystack == "needles":
         lines = [[x for x in context_of(s).split("\n") if sample.values[0] not in x] for s in (sample, longer)]
         assert lines[1][: len(lines[0])] == lines[0]
         return lines[0], lines[1][len(lines[0])]
@@ -142,17 +143,17 @@ def units_of(task, essay, sample, longer):
     return units, essay[len(units) % len(essay)]
 
 
-@pytest.mark.parametrize("task", E.TASKS)
+@pytest.mark.parametrize("task", N.TASKS)
 def test_lengths_are_exact_and_needles_are_where_they_were_drawn(task, enc, essay):
-    spec, budget = E.TASKS[task], 128 if enc.name == "gpt2" else 512
+    spec, budget = N.TASKS[task], 128 if enc.name == "gpt2" else 512
     joiner = " " if spec.haystack == "essay" else "\n"
     for index, length in enumerate(LENGTHS):
-        if length < E.shortest(task, 42, 5, enc, essay):
+        if length < N.shortest(task, 42, 5, enc, essay):
             assert enc.name == "bytes" and length <= 1024  # the list is in test_cells_that_are_not_available
             continue
-        sample = E.make_sample(task, 42, index, length, enc, essay)
+        sample = N.make_sample(task, 42, index, length, enc, essay)
         assert sample.tokens == [enc.eot_token, *enc.encode_ordinary(sample.prompt + sample.prefix)]
-        units, following = units_of(task, essay, sample, E.make_sample(task, 42, index, length + 400, enc, essay))
+        units, following = units_of(task, essay, sample, N.make_sample(task, 42, index, length + 400, enc, essay))
         room = length - budget - len(sample.tokens)
         assert 0 <= room <= len(enc.encode_ordinary(joiner + following))
         context = list(units)
@@ -161,12 +162,12 @@ def test_lengths_are_exact_and_needles_are_where_they_were_drawn(task, enc, essa
         assert joiner.join(context) == context_of(sample)
         depths = [needle.depth for needle in sample.needles]
         assert len(depths) == spec.keys * spec.values and depths == sorted(depths)
-        assert all(0 <= d < 1 for d in depths) or set(depths) <= set(E.DEPTHS) and len(set(depths)) == len(depths)
+        assert all(0 <= d < 1 for d in depths) or set(depths) <= set(N.DEPTHS) and len(set(depths)) == len(depths)
 
 
 def test_cells_that_are_not_available(enc, essay):
     """What each task needs; with GPT-2's tokens no cell of 512 is n/a, with bytes all are, and some of 1,024."""
-    needs = {task: E.shortest(task, 42, 20, enc, essay) for task in E.TASKS}
+    needs = {task: N.shortest(task, 42, 20, enc, essay) for task in N.TASKS}
     if enc.name == "gpt2":
         assert all(200 < n <= 400 for n in needs.values())
     else:
@@ -179,42 +180,42 @@ def test_cells_that_are_not_available(enc, essay):
         ]
 
 
-@pytest.mark.parametrize("task", E.TASKS)
+@pytest.mark.parametrize("task", N.TASKS)
 def test_too_short_a_length_says_what_it_needs(task, enc, essay):
-    needs = [E.shortest(task, 7, i + 1, enc, essay) for i in range(8)]  # of the first i + 1 samples: the maximum
+    needs = [N.shortest(task, 7, i + 1, enc, essay) for i in range(8)]  # of the first i + 1 samples: the maximum
     assert needs == sorted(needs)
-    one = len(E.make_sample(task, 7, 3, None, enc, essay).tokens) + E.BUDGET[enc.name]
+    one = len(N.make_sample(task, 7, 3, None, enc, essay).tokens) + N.BUDGET[enc.name]
     assert one <= needs[3]
     with pytest.raises(ValueError, match=f"needs at least {one:,}$"):
-        E.make_sample(task, 7, 3, one - 1, enc, essay)
+        N.make_sample(task, 7, 3, one - 1, enc, essay)
     for length in (one, needs[-1]):
-        assert len(E.make_sample(task, 7, 3, length, enc, essay).tokens) <= length - E.BUDGET[enc.name]
+        assert len(N.make_sample(task, 7, 3, length, enc, essay).tokens) <= length - N.BUDGET[enc.name]
 
 
 def test_noise_unit_has_the_25_tokens_of_the_original(enc):
-    assert len(enc.encode_ordinary("\n" + E.NOISE)) == (25 if enc.name == "gpt2" else 90)
+    assert len(enc.encode_ordinary("\n" + N.NOISE)) == (25 if enc.name == "gpt2" else 90)
 
 
-@pytest.mark.parametrize("task", E.TASKS)
+@pytest.mark.parametrize("task", N.TASKS)
 def test_samples_are_a_function_of_their_arguments(task, essay):
     enc = get_tokenizer("bytes")
-    first = E.make_sample(task, 1, 0, 2000, enc, essay)
-    assert first == E.make_sample(task, 1, 0, 2000, enc, essay)
-    others = [E.make_sample(task, seed, index, 2000, enc, essay) for seed, index in ((1, 1), (2, 0))]
+    first = N.make_sample(task, 1, 0, 2000, enc, essay)
+    assert first == N.make_sample(task, 1, 0, 2000, enc, essay)
+    others = [N.make_sample(task, seed, index, 2000, enc, essay) for seed, index in ((1, 1), (2, 0))]
     assert len({first.prompt, *(other.prompt for other in others)}) == 3
-    longer = E.make_sample(task, 1, 0, 5000, enc, essay)
+    longer = N.make_sample(task, 1, 0, 5000, enc, essay)
     assert longer.needles == first.needles and longer.values == first.values
 
 
-@pytest.mark.parametrize("task", E.TASKS)
+@pytest.mark.parametrize("task", N.TASKS)
 def test_keys_and_values(task, essay):
     enc, forms = (
         get_tokenizer("bytes"),
         {"words": r"[a-z]+-[a-z]+", "numbers": r"[1-9]\d{6}", "uuids": r"[0-9a-f-]{36}"},
     )
-    spec = E.TASKS[task]
+    spec = N.TASKS[task]
     for index in range(20):
-        sample = E.make_sample(task, 42, index, 3000, enc, essay)
+        sample = N.make_sample(task, 42, index, 3000, enc, essay)
         keys, values = [n.key for n in sample.needles], [n.value for n in sample.needles]
         assert len(set(keys)) == spec.keys and len(set(values)) == len(values) == spec.keys * spec.values
         assert all(re.fullmatch(forms[spec.key], key) for key in keys)
@@ -230,21 +231,21 @@ def test_keys_are_asked_in_every_place(essay):
     """Neither the first nor the last needle is the one to remember, and depths fill the range evenly."""
     enc, places = get_tokenizer("bytes"), [0, 0, 0, 0]
     for index in range(200):
-        sample = E.make_sample("niah_multikey_1", 42, index, None, enc, essay)
+        sample = N.make_sample("niah_multikey_1", 42, index, None, enc, essay)
         places[[n.value for n in sample.needles].index(sample.values[0])] += 1
     assert min(places) > 30
-    depths = [E.make_sample("niah_single_1", 42, i, None, enc).needles[0].depth for i in range(400)]
+    depths = [N.make_sample("niah_single_1", 42, i, None, enc).needles[0].depth for i in range(400)]
     assert all(60 <= sum(k <= 5 * d < k + 1 for d in depths) <= 100 for k in range(5))
 
 
 def test_a_haystack_of_needles_never_tells_what_is_asked(monkeypatch):
     """Not even with so few pairs of words that it tells every other many times: the question has one answer."""
-    for words in (E.ADJECTIVES, E.NOUNS):
+    for words in (N.ADJECTIVES, N.NOUNS):
         assert len(words.split()) == len(set(words.split())) == 64
-    monkeypatch.setattr(E, "ADJECTIVES", "red blue")
-    monkeypatch.setattr(E, "NOUNS", "cat dog owl")
+    monkeypatch.setattr(N, "ADJECTIVES", "red blue")
+    monkeypatch.setattr(N, "NOUNS", "cat dog owl")
     for index in range(5):
-        sample = E.make_sample("niah_multikey_2", 42, index, 10_000, get_tokenizer("bytes"))
+        sample = N.make_sample("niah_multikey_2", 42, index, 10_000, get_tokenizer("bytes"))
         told = re.findall(r"numbers for (\S+) is: (\d+)\.", sample.prompt)
         (needle,) = sample.needles
         assert len(told) > 100 and len({key for key, _ in told}) == 6
@@ -266,7 +267,7 @@ def outcomes_of(monkeypatch, enc, samples, say, forced):
 
     def generate(model, idx, new, stop, cache):
         assert idx.tolist() == [queue[0].tokens[-1:]] and cache.used == len(queue[0].tokens) - 1
-        assert new == E.BUDGET[enc.name] and stop == enc.eot_token
+        assert new == N.BUDGET[enc.name] and stop == enc.eot_token
         return torch.tensor([enc.encode_ordinary(say(queue.pop(0)))[:new]])
 
     def score(model, idx, n_last, cache):
@@ -280,10 +281,10 @@ def outcomes_of(monkeypatch, enc, samples, say, forced):
     return E.result([E.ask(run, sample) for sample in samples])
 
 
-@pytest.mark.parametrize("task", E.TASKS)
+@pytest.mark.parametrize("task", N.TASKS)
 def test_oracle_constant_and_half(task, enc, essay, monkeypatch):
     length = 1300
-    samples = [E.make_sample(task, 42, index, length, enc, essay) for index in range(8)]
+    samples = [N.make_sample(task, 42, index, length, enc, essay) for index in range(8)]
 
     def last_wrong(answer):
         return torch.cat([answer[:, :-1], answer[:, -1:] + 1], dim=1)
@@ -306,12 +307,12 @@ def test_oracle_constant_and_half(task, enc, essay, monkeypatch):
 
 def test_every_token_the_most_likely_is_greedy_decoding(monkeypatch):
     """The teacher-forced score of a model's own greedy continuation is right at every token, up to a changed one."""
-    monkeypatch.setitem(E.BUDGET, "bytes", 16)
+    monkeypatch.setitem(N.BUDGET, "bytes", 16)
     enc, model = get_tokenizer("bytes"), make_model("ggd", True)
     with torch.no_grad():
         model.head.weight[127:] = model.head.weight[:32] = 0  # says only what is a text by itself
     for index in range(3):
-        sample = E.make_sample("niah_single_1", 1, index, None, enc)
+        sample = N.make_sample("niah_single_1", 1, index, None, enc)
         text = enc.decode(E.generate(model, torch.tensor([sample.tokens]), 6)[0].tolist())
         assert len(text) == 6 and text.isascii() and text.isprintable()
         outcome = E.ask(Run("", model, {}, enc), sample._replace(answer=text, values=[text]))
@@ -365,7 +366,7 @@ def test_command_line_writes_table_records_and_picture(run, tmp_path, essay_file
 
 
 def test_a_model_that_generates_for_itself(run, monkeypatch, capsys):
-    monkeypatch.setitem(E.BUDGET, "bytes", 16)
+    monkeypatch.setitem(N.BUDGET, "bytes", 16)
     call(monkeypatch, run, "--tasks=niah_single_1", "--samples=1", "--lengths=1000")
     (record,) = read_records(run / "eval/ruler.jsonl")
     assert record["n"] == 1 and record["correct"] in (0, 1) and record["seconds"] > 0
@@ -423,7 +424,7 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
     assert printed.count("==== niah_") == 8 and printed.count("mentioned in the provided text?") == held
     for head in re.findall(r"at (\S+) tokens: prompt (\S+) \+ answer (\S+) = (\S+)", printed):
         length, prompt, budget, total = (int(x.replace(",", "")) for x in head)
-        assert length in (512, 1050) and prompt + budget == total <= length and budget == E.BUDGET[enc.name]
+        assert length in (512, 1050) and prompt + budget == total <= length and budget == N.BUDGET[enc.name]
     assert ("niah_multiquery: n/a: needs at least 1,1" in printed) == (enc.name == "bytes")
     call(monkeypatch, *options, f"--tokenizer={enc.name}")
     assert capsys.readouterr().out.count("mentioned in the provided text?") == 8
@@ -433,13 +434,13 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
 
 
 def test_the_default_haystack_is_missing(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(E, "HAYSTACK", tmp_path / "none.txt")
+    monkeypatch.setattr(N, "HAYSTACK", tmp_path / "none.txt")
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, run)
     printed = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and "\n" not in printed and "none.txt" in printed
     assert "python prepare_fineweb.py --source=pydocs" in printed and "--haystack_file" in printed
-    assert E.shortest("niah_single_1", 1, 1, get_tokenizer("bytes"), []) > 0  # noise needs no file
+    assert N.shortest("niah_single_1", 1, 1, get_tokenizer("bytes"), []) > 0  # noise needs no file
 
 
 @pytest.mark.parametrize(
