@@ -112,16 +112,21 @@ def close(a, b, relative):
     return all((a[n] - b[n]).norm() <= relative * b[n].norm() + 1e-12 for n in b)
 
 
+def flat(tensors):
+    return {"all": torch.cat([t.flatten() for t in tensors.values()])}
+
+
 def test_two_processes_with_four_micro_steps_are_one_with_the_joined_batch(folder, monkeypatch):
     monkeypatch.chdir(folder)
     one = run_main([*OPTIONS, "--data=data", "--out_dir=one", "--batch_size=16", "--max_steps=5"])
     both = [gradients(folder, 0, rank) for rank in (0, 1)]
     assert len(one) == len(both[0]) == 5 and one[0].keys() == both[0][0].keys()
-    assert close(both[0][0], one[0], 2e-6), "the first gradient"
+    assert close(flat(both[0][0]), flat(one[0]), 1e-6), "the first gradient"
+    assert close(both[0][0], one[0], 2e-6), "and each tensor of it; theta_alpha's has the most cancellation"
     for a, b in zip(*both, strict=True):
         assert all(torch.equal(a[n], b[n]) for n in a), "every process steps with the same gradient"
     two, one = load_checkpoint("two"), load_checkpoint("one")
-    assert close(two["model"], one["model"], 1e-5)
+    assert close(two["model"], one["model"], 1e-6)
     assert two["best"] == pytest.approx(one["best"], rel=1e-6), "seven validation windows over two processes"
 
 
