@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,14 +32,12 @@ import configurator
 import records
 from configurator import fail, user_errors
 from device import pick_device
+from eval_passkey import LONGEST, MULTIPLES
 from questions import TASKS, Question, load_questions, load_rows, measure_choices, pooled, shots
 from records import Run, folder_of, name_of
-from shards import read_meta, read_shard
+from shards import read_meta, read_shard, whole_documents
 from streaming import KVCache, score
 from tokenizer import encode_document
-
-MULTIPLES = (1, 2, 4, 8, 16)  # default contexts, in units of the training length; the last is the default length too
-LONGEST = 2**24  # tokens: up to here a float32 distance is exact
 
 
 @dataclass
@@ -107,11 +104,7 @@ def shard_documents(folder: Path, run: Run) -> list[np.ndarray]:
         raise ValueError(f"no *val_*.bin shards in {folder}; name another source")
     if meta is not None and meta["tokenizer"] != tokenizer:
         raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {tokenizer}; name another source")
-    found = []
-    for tokens in map(read_shard, files):
-        edges = [*np.flatnonzero(tokens == run.enc.eot_token).tolist(), len(tokens)]
-        found += [tokens[begin:end] for begin, end in pairwise(edges)]
-    return found
+    return [document for file in files for document in whole_documents(read_shard(file), run.enc.eot_token)]
 
 
 def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> DownstreamConfig:

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,6 +73,12 @@ def read_shard(path: str | os.PathLike) -> np.ndarray:
 def shard_name(folder: Path, i: int) -> str:
     """Name of the i-th shard of a folder; the first is the validation."""
     return f"{folder.resolve().name}_{'train' if i else 'val'}_{i:06d}.bin"
+
+
+def whole_documents(tokens: np.ndarray, eot: int) -> Iterator[np.ndarray]:
+    """The documents that begin in a shard, each from its end-of-text token on, as views."""
+    edges = [*np.flatnonzero(tokens == eot).tolist(), len(tokens)]
+    return (tokens[begin:end] for begin, end in pairwise(edges))
 
 
 def refuse_strangers(folder: Path, names: set[str]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from device import Processes
 from model import GPT
-from shards import read_shard
+from shards import read_shard, whole_documents
 
 CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
 
@@ -57,9 +57,8 @@ def long_windows(val: Windows, eot: int, multiple: int, count: int) -> Tensor | 
     """(N, multiple * T + 1) windows inside single long documents, N <= count; None if no document is that long."""
     size, found = multiple * val.T + 1, []
     for shard in val.shards:
-        edges = [*np.flatnonzero(shard == eot).tolist(), len(shard)]
-        for begin, end in zip(edges, edges[1:], strict=False):
-            found += [shard[at : at + size] for at in range(begin, end - size + 1, size - 1)]
+        for document in whole_documents(shard, eot):
+            found += [document[at : at + size] for at in range(0, len(document) - size + 1, size - 1)]
     picks = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int) if found else []
     return torch.from_numpy(np.stack([found[i] for i in picks]).astype(np.int64)) if found else None
 

@@ -1,4 +1,3 @@
-import os
 import pickle
 from pathlib import Path
 
@@ -17,15 +16,6 @@ TEXTS = {
     "letters": "a" * 200_000,
     "panic": " " * 1_500_000 + "x",  # tiktoken alone overflows its stack here
 }
-
-
-@pytest.fixture(params=["bytes", "gpt2"])
-def enc(request, monkeypatch):
-    if request.param == "gpt2":
-        if "NANOBAM_TEST_DATA" not in os.environ:
-            pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 files")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
-    return get_tokenizer(request.param)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
