@@ -360,15 +360,7 @@ def main() -> None:
     with user_errors():
         device, _ = pick_device(cfg.device)
         cfg, questions = prepare(cfg, runs)
-    results: dict[str, list[dict]] = {}
-    stopped = False
-    try:
-        for run in runs:
-            for record in evaluate(run, cfg, questions, device):
-                results.setdefault(run, []).append(record)
-    except KeyboardInterrupt:
-        stopped = True
-        print("stopped; what was done is in the records, --resume does the rest")
+    results, stopped = records.collect(runs, lambda run: evaluate(run, cfg, questions, device))
     if results:
         report(results)
     if stopped:

@@ -35,6 +35,7 @@ from records import (
     Run,
     aligned,
     append_record,
+    collect,
     distinct,
     finished,
     folder_of,
@@ -373,21 +374,11 @@ def main() -> None:
         lengths = tuple(sorted(set(cfg.lengths))) or tuple(m * block_size for m in MULTIPLES)
         for run in runs:
             check(run, cfg, lengths, device)
-    results: dict[str, list[dict]] = {run: [] for run in runs}
-    stopped = False
-    try:
-        for run in runs:
-            for record in evaluate(run, cfg, lengths, device):
-                results[run].append(record)
-    except KeyboardInterrupt:
-        stopped = True
-        print("stopped; the lengths that were done are in the records, and the same command with --resume goes on")
-    results = {run: records for run, records in results.items() if records}
+    results, stopped = collect(runs, lambda run: evaluate(run, cfg, lengths, device))
     if results:
         print(table(results))
         print("saved " + ", ".join(map(str, draw(results, folder_of(runs[0])))))
         print("records in " + ", ".join(str(folder_of(run) / "passkey.jsonl") for run in results))
-
     if stopped:
         sys.exit(130)
 

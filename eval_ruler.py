@@ -216,16 +216,7 @@ def main() -> None:
     lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]
     if cfg.dry_run:
         return show_prompts(enc, cfg, lengths, essay)
-    results: dict[str, list[dict]] = {run: [] for run in runs}
-    stopped = False
-    try:
-        for run in runs:
-            for record in evaluate(run, cfg, lengths, essay):
-                results[run].append(record)
-    except KeyboardInterrupt:
-        stopped = True
-        print("stopped; the cells that were done are in the records, --resume goes on behind them")
-    results = {run: found for run, found in results.items() if found}
+    results, stopped = records.collect(runs, lambda run: evaluate(run, cfg, lengths, essay))
     for run, found in results.items():
         print(f"{records.name_of(run)}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
         print(table(found))

@@ -6,7 +6,7 @@ A record is one line of out/<run>/eval/<metric>.jsonl and says all that the numb
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +129,19 @@ def finished(file: Path, like: dict) -> dict | None:
     """The newest record of a file that has all of these values, for --resume; values as JSON has them."""
     like = json.loads(json.dumps(like))
     return next((r for r in reversed(read_records(file)) if all(r.get(k) == v for k, v in like.items())), None)
+
+
+def collect(runs: list[str], evaluate: Callable[[str], Iterator[dict]]) -> tuple[dict[str, list[dict]], bool]:
+    """The records that evaluate(run) yields, for each run that has any, and whether Ctrl-C came before the end."""
+    results: dict[str, list[dict]] = {}
+    try:
+        for run in runs:
+            for record in evaluate(run):
+                results.setdefault(run, []).append(record)
+    except KeyboardInterrupt:
+        print("stopped; what was done is in the records, and the same command with --resume does the rest")
+        return results, True
+    return results, False
 
 
 def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
