@@ -68,7 +68,8 @@ class ModelConfig:
     ssmax: bool = True  # Scalable-Softmax: sharpen the scores of a query that sees n keys by s ln n
     ssmax_init: float = 1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax,
     # 1 / ln(block_size) about as sharp
-    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start, one value for all heads or one per head
+    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, or one per head of a layer, or
+    # one per head of all layers, the first layer's first
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained; others stay fixed
@@ -87,8 +88,9 @@ class ModelConfig:
         if self.hidden < 1:
             raise ValueError(f"ffn_mult is {self.ffn_mult}; it must be positive and leave at least one hidden unit")
         for name in ("theta_alpha", "theta_beta", "theta_mu"):
-            if (got := len(getattr(self, name))) not in (1, self.n_head):
-                raise ValueError(f"{name} has {got} values; give 1, or one per head ({self.n_head})")
+            if (got := len(getattr(self, name))) not in (1, self.n_head, self.n_layer * self.n_head):
+                some, every = self.n_head, self.n_layer * self.n_head
+                raise ValueError(f"{name} has {got} values; give 1, {some} (one per head) or {every} (and layer)")
         if unknown := set(self.theta_learned) - {"alpha", "beta", "mu"}:
             raise ValueError(f"theta_learned names {', '.join(sorted(unknown))}; it may hold alpha, beta and mu")
 
@@ -147,11 +149,12 @@ class GGDPrior(nn.Module):
     for every key, which softmax cancels to 0. Counts: 2 scalars x 16 heads x 12 layers = 384 in the 120M model.
     """
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, layer: int = 0):
         super().__init__()
         for name in ("alpha", "beta", "mu"):
             start = getattr(cfg, f"theta_{name}")
-            value = torch.tensor(start if len(start) == cfg.n_head else start * cfg.n_head, dtype=torch.float32)  # (H,)
+            starts = start * (cfg.n_layer * cfg.n_head // len(start))
+            value = torch.tensor(starts[layer * cfg.n_head :][: cfg.n_head], dtype=torch.float32)  # (H,)
             if name in cfg.theta_learned:
                 setattr(self, f"theta_{name}", nn.Parameter(value))
             else:  # a buffer is saved with the model, but it is no parameter: no gradient, and counts are right
@@ -320,7 +323,7 @@ def reference_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Ten
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, layer: int = 0):
         super().__init__()
         self.cfg = cfg
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
@@ -328,7 +331,7 @@ class CausalSelfAttention(nn.Module):
         if cfg.ssmax:
             self.s = nn.Parameter(torch.full((cfg.n_head,), float(cfg.ssmax_init)))
         if cfg.pe == "ggd":
-            self.prior = GGDPrior(cfg)
+            self.prior = GGDPrior(cfg, layer)
         elif cfg.pe == "alibi":
             self.register_buffer("slopes", alibi_slopes(cfg.n_head), persistent=False)
 
@@ -390,10 +393,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         self.norm_attn = nn.RMSNorm(cfg.n_embd, eps=1e-5)
-        self.attn = CausalSelfAttention(cfg)
+        self.attn = CausalSelfAttention(cfg, layer)
         self.norm_mlp = nn.RMSNorm(cfg.n_embd, eps=1e-5)
         self.mlp = MLP(cfg)
 
@@ -408,7 +411,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.attention = "reference"  # or "fused": how training computes it; in eval mode it is the reference
         self.embedding = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.n_embd, eps=1e-5)
         self.head = nn.Linear(cfg.n_embd, cfg.padded_vocab, bias=False)
         if cfg.tie_embeddings:

@@ -301,6 +301,19 @@ def test_initial_weights_follow_the_table():
     assert (block.attn.s == 1).all() and (block.attn.prior.theta_beta == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    [
+        ((0.5,), [[0.5, 0.5], [0.5, 0.5]]),
+        ((0.5, -1.0), [[0.5, -1.0], [0.5, -1.0]]),
+        ((1.0, 2.0, 3.0, 4.0), [[1.0, 2.0], [3.0, 4.0]]),
+    ],
+)
+def test_thetas_start_alike_or_per_head_or_per_head_and_layer(given, layers):
+    model = M.GPT(M.ModelConfig(n_layer=2, n_head=2, n_embd=8, theta_beta=given))
+    assert model.prior_values()["theta_beta"] == layers
+
+
 def test_first_loss_is_near_that_of_a_uniform_guess():
     model = M.GPT(M.ModelConfig(n_layer=2, n_embd=64, n_head=4, vocab_size=257))
     idx = tokens(64, B=4)
