@@ -22,12 +22,14 @@ block_size = 256
 tie_embeddings = False
 ssmax_init = 0.18  # 1 / ln(256): about as sharp as plain softmax at the end of a window; the paper starts at 1
 
-# The paper starts every head at theta = 0, uniform. A few hundred steps are little time to leave it, so here each layer
-# starts with two local heads, the windows alpha = 1.5 and alpha = 8 with beta = 8, and two anti-local ones. A high beta
-# matters far past the training length: SSMax narrows a local head to alpha (s ln n)^(-1/beta), and a head that tells
-# the previous token from the own one must still do so at n = 16,384.
-theta_alpha = (-3.24, -16.64, 0.0, 0.0)  # -beta ln(alpha) for the local heads
-theta_beta = (8.0, 8.0, -1.0, -2.0)
+# The paper starts every head at theta = 0, uniform. A thousand steps are little time to leave it, so here the heads start
+# with a task each. The first two layers have four windows, alpha = 1.5, 4, 8 and 24 tokens with beta = 8: they tell a
+# token what stood just before it. The last layer has two windows and two anti-local heads, which compare that with all
+# that came earlier. As only the last layer looks far, a text of any length costs linear time (streaming.py). A high beta
+# matters far past the training length: SSMax narrows a local head to alpha (s ln n)^(-1/beta), and a head that tells the
+# previous token from the own one must still do so at n = 256,000.
+theta_alpha = (-3.24, -11.09, -16.64, -25.42) * 2 + (-3.24, -16.64, 0.0, 0.0)  # -beta ln(alpha) for the windows
+theta_beta = (8.0,) * 8 + (8.0, 8.0, -1.0, -2.0)
 
 # training
 batch_size = 32
