@@ -1,9 +1,15 @@
-"""Checkpoints: tensors and plain values in a file that is written whole or not at all."""
+"""Checkpoints: tensors and plain values in a file that is written whole or not at all.
 
+python checkpoint.py out/ggd_bam_cpu pretrained/ggd_bam_cpu    # the weights of a run without its optimizer's state
+"""
+
+import sys
 from pathlib import Path
 
 import torch
 
+import configurator
+from configurator import fail, user_errors
 from model import GPT, ModelConfig
 from shards import replacing
 
@@ -39,3 +45,20 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[GP
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{path} holds no model of this version of the program: {reason}") from error
     return model.to(device).eval(), saved
+
+
+def main() -> None:
+    _, words = configurator.parse([], sys.argv[1:], __doc__, positional="runs")
+    if len(words) != 2:
+        fail(f"got {len(words)} words, expected two: a run, and the folder of its copy without the optimizer")
+    source, target = words[0], Path(words[1])
+    with user_errors():
+        saved = load_checkpoint(source)
+        target.mkdir(parents=True, exist_ok=True)
+        kept = ("model", "model_config", "train_config", "tokenizer", "data", "step", "commit")
+        save_checkpoint(target / "last.pt", {name: saved[name] for name in kept if name in saved})
+    print(f"saved {target / 'last.pt'}: {(target / 'last.pt').stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    configurator.run(main)

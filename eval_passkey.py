@@ -1,5 +1,6 @@
 """Passkey retrieval: is a five-digit key, told once at some depth of a long text, still found at the end of it?
 
+python eval_passkey.py                                       # the model that comes with the program
 python eval_passkey.py out/ggd_bam_cpu                       # 1x to 16x the training length
 python eval_passkey.py out/a out/b --lengths=256,4096,16384  # one curve each
 python eval_passkey.py out/a --lengths=262144,1048576        # hours; after Ctrl-C the same with --resume goes on
@@ -26,11 +27,12 @@ from tqdm import tqdm
 
 import configurator
 from checkpoint import load_checkpoint
-from configurator import fail, user_errors
+from configurator import user_errors
 from device import pick_device
 from model import GPT
 from records import (
     BAR,
+    PRETRAINED,
     STYLES,
     Run,
     aligned,
@@ -365,9 +367,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
 
 def main() -> None:
     (cfg,), runs = configurator.parse([PasskeyConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = distinct(runs)
-    if not runs:
-        fail("no run given; name one or more run folders or checkpoint files, such as out/ggd_bam_cpu")
+    runs = distinct(runs or [str(PRETRAINED)])
     with user_errors():
         device, _ = pick_device(cfg.device)
         block_size = load_checkpoint(runs[0])["model_config"]["block_size"]

@@ -1,8 +1,9 @@
 """Positional encodings, looked at: priors over distance, what heads have learned, content x prior = posterior.
 
-python plot_priors.py                     # the theory, into out/theory
+python plot_priors.py                     # the theory, into out/theory, and the model that comes with the program
 python plot_priors.py out/ggd_bam_cpu     # what a model has learned, into out/ggd_bam_cpu/eval
 python plot_priors.py out/ggd_bam_cpu --prompt=my.txt --needle="words of it to look for"
+python plot_priors.py --readme            # the README's tables and front-page pictures, from the records in results/
 
 The prior is always the one that is added to the scores (s ln n b for GGD with SSMax), and a head is classed by what
 this prior does: a negative s turns it round. Saves pictures, prints a table of the heads, appends a record.
@@ -25,6 +26,7 @@ from torch import Tensor
 import configurator
 import posteriors
 import records
+import report
 from configurator import user_errors
 from device import pick_device
 from eval_passkey import PasskeyConfig
@@ -49,6 +51,7 @@ class PlotConfig:
     needle: str = ""  # with prompt: the words of it to mark
     heads: tuple[str, ...] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the most retrieving
     show: int = 3  # how many heads are drawn if none is named
+    readme: bool = False  # write the README's tables and pictures, and nothing else
     theory_dir: str = "out/theory"  # folder for the theory; the pictures of a run go into its own folder, eval
     device: str = "auto"  # auto, cpu, cuda, ...
 
@@ -323,10 +326,12 @@ def main() -> None:
     with user_errors():
         configurator.check_folder(Path(cfg.theory_dir))
         device, _ = pick_device(cfg.device)
-        runs = records.distinct(runs)
+        if cfg.readme:
+            return report.write()
+        theory, runs = not runs, records.distinct(runs or [str(records.PRETRAINED)])
         for path in runs:  # all that cannot work shows before the first picture
             load(path, cfg, torch.device("cpu"))
-    if not runs:
+    if theory:
         for name, draw in (("priors", theory_priors), ("ssmax", theory_ssmax), ("fading", theory_fading)):
             save(draw(), Path(cfg.theory_dir), f"theory_{name}.png")
     for path in runs:

@@ -20,6 +20,7 @@ from model import GPT
 from tokenizer import get_tokenizer
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
+PRETRAINED = Path(__file__).resolve().parent / "pretrained" / "ggd_bam_cpu"  # the model that comes with the program
 STYLES = list(
     zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True)
 )  # (marker, line) of the curves, told apart in grey

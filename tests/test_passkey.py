@@ -220,7 +220,6 @@ def test_too_long_for_the_memory_is_told_before_the_work(run, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no run given"),
         (("missing",), "no checkpoint missing"),
         (("RUN", "--lengths=50"), "needs at least"),
         (("RUN", "--lenths=50"), "did you mean 'lengths'"),
@@ -236,6 +235,12 @@ def test_errors_are_one_sentence(run, monkeypatch, capsys, arguments, message):
     printed = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
     assert not (run / "eval").exists()
+
+
+def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys):
+    monkeypatch.setattr(E, "PRETRAINED", run)
+    call(monkeypatch, "--lengths=128", "--depths=1")
+    assert "128" in capsys.readouterr().out and (run / "eval" / "passkey.jsonl").exists()
 
 
 def test_all_runs_are_checked_before_the_first_is_tested(run, tmp_path, monkeypatch, capsys):

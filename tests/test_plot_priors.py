@@ -149,9 +149,11 @@ def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsy
     assert pictures(run / "eval") == {"prompt_curves", "prompt_maps"} | priors
 
 
-def test_the_theory_needs_no_model(tmp_path, monkeypatch):
-    call(monkeypatch, f"--theory_dir={tmp_path / 'a' / 'b'}")
+def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(P.records, "PRETRAINED", run)
+    call(monkeypatch, f"--theory_dir={tmp_path / 'a' / 'b'}", "--lengths=128", "--depths=1")
     assert pictures(tmp_path / "a" / "b") == {"theory_priors", "theory_ssmax", "theory_fading"}
+    assert {"learned_priors", "learned_heads", "prompt_maps"} <= pictures(run / "eval")
 
 
 @pytest.mark.parametrize(

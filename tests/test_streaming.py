@@ -391,7 +391,7 @@ def assert_score_is_dense(model, T):
 
 
 def default_model(pe, ssmax, **changes):
-    """The shape and the start of config/ggd_bam_cpu.py."""
+    """The shape of config/ggd_bam_cpu.py; with ggd every layer starts with two windows and two anti-local heads."""
     start = {"theta_alpha": (-3.24, -16.64, 0.0, 0.0), "theta_beta": (8.0, 8.0, -1.0, -2.0)} if pe == "ggd" else {}
     model = make_model(pe, ssmax, **{"n_layer": 3, "n_embd": 128, "block_size": 256, **start, **changes})
     for block in model.blocks if ssmax else ():

@@ -1,0 +1,14 @@
+# One training of the laptop study (study.py): the quick start's model and data on a smaller budget, since there are
+# more than fifty of them. 800 steps x 2,048 = 1.6M bytes; about a minute each on two CPU cores.
+base = "ggd_bam_cpu.py"
+out_dir = "out/cpu_study"
+
+batch_size = 8
+tokens_per_step = 8 * 256
+max_steps = 800
+eval_interval = 400
+eval_windows = 256  # the losses decide which learning rate an encoding gets
+
+# Half as fast again as float32 on a CPU that has bfloat16 instructions. Where no compiler is found, it goes on without.
+dtype = "bfloat16"
+compile = "true"

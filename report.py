@@ -1,0 +1,299 @@
+"""The README's tables and front-page pictures, from the records in results/: no number there is typed by hand.
+
+A table of README.md stands between the lines <!-- NAME --> and <!-- end -->; plot_priors.py --readme calls write().
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from posteriors import panels, save
+from records import STYLES, read_records
+from shards import replacing
+
+ROOT = Path(__file__).resolve().parent
+NAMES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
+ENCODINGS = [f"{pe}{ssmax}" for pe in NAMES for ssmax in ("", "_ssmax")]
+ABLATIONS = {
+    "ggd_ssmax": "nothing changed",
+    "start_uniform": "every head starts uniform, theta = 0 (the paper)",
+    "start_global": "two of four heads in every layer start anti-local",
+    "learned_alibi": "theta_beta fixed at 1: ALiBi with learned slopes",
+    "theta_fixed": "theta not learned",
+    "s_1": "s = 1 at the start (the paper)",
+    "prior_lr_1e-2": "learning rate of theta 1e-2",
+    "prior_lr_1e-1": "learning rate of theta 1e-1",
+}
+TESTS = {  # of the passkey, in the order of the tables: filler and wording
+    "": ("passkey", "passkey"),
+    "unseen filler, ": ("unseen", "passkey"),
+    "reworded, ": ("passkey", "reworded"),
+    "both, ": ("unseen", "reworded"),
+}
+
+
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+def name_of(variant: str) -> str:
+    """ggd_ssmax -> GGD-BAM, SSMax."""
+    pe, _, ssmax = variant.partition("_")
+    return NAMES[pe] + ", SSMax" * bool(ssmax)
+
+
+def passkey_cells(records: Iterable[dict], row: str) -> dict:
+    """{(row's value, test, length): records}, of the passkey records; `row` is what names a table's row."""
+    cells = defaultdict(list)
+    for r in records:
+        if r["metric"] == "passkey":
+            test = next(k for k, v in TESTS.items() if v == (r["config"]["filler"], r["config"]["wording"]))
+            cells[r[row], test, r["length"]].append(r)
+    return cells
+
+
+def columns(cells: dict, rows: Iterable) -> list[tuple[str, int]]:
+    """The tests and lengths that a table of these rows has, as columns in order."""
+    rows, order = set(rows), list(TESTS)
+    return sorted({(test, n) for row, test, n in cells if row in rows}, key=lambda c: (order.index(c[0]), c[1]))
+
+
+def multiple(n: int, trained: int) -> str:
+    return f"{n:,} ({n / trained:g}x)"
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def markdown(rows: Iterable[Iterable[object]]) -> str:
+    """A table whose first row is the header."""
+    header, *body = [[str(cell) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body))
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Mean [minimum, maximum]; one number where they are the same; nothing where there are none."""
+    if not values:
+        return ""
+    low, mean, high = (f"{x:.{digits}f}" for x in (min(values), np.mean(values), max(values)))
+    return mean if low == high else f"{mean} [{low}, {high}]"
+
+
+def percents(found: list[dict]) -> str:
+    return spread([100 * r["correct"] / r["n"] for r in found])
+
+
+def counted(found: list[dict]) -> str:
+    """Right answers and the 95% interval of their share in percent, of one record."""
+    if not found:
+        return ""
+    low, high = (round(100 * x) for x in found[0]["interval_95"])
+    return f"{found[0]['correct']} [{low}, {high}]"
+
+
+# Tables of the study -------------------------------------------------------------------------------------------------
+
+
+def chosen(study: list[dict], variants: Iterable[str]) -> dict[str, list[dict]]:
+    """The trainings at the chosen rate, by variant, of those that there are."""
+    found = {v: [r for r in study if r["metric"] == "training" and r["chosen"] and r["variant"] == v] for v in variants}
+    return {variant: trainings for variant, trainings in found.items() if trainings}
+
+
+def passkey_table(study: list[dict]) -> str:
+    """Every encoding: its rate and validation loss, and the passkeys found by test and length."""
+    trainings, cells = chosen(study, ENCODINGS), passkey_cells(study, "variant")
+    tests = columns(cells, trainings)
+    size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
+    rows = [["encoding", "rate", "validation loss", *(test + multiple(n, size) for test, n in tests)]]
+    for variant, found in trainings.items():
+        about = [name_of(variant), f"x{found[0]['rate']:g}", spread([r["val"] for r in found], 2)]
+        rows.append(about + [percents(cells[variant, test, n]) for test, n in tests])
+    return markdown(rows)
+
+
+def perplexity_table(study: list[dict]) -> str:
+    trainings = chosen(study, ENCODINGS)
+    points = [r for r in study if r["metric"] == "perplexity" and "context" in r["config"]]
+    contexts = sorted({r["config"]["context"] for r in points})
+    rows = [["context", *(f"{n:,}" for n in contexts)]]
+    for variant in trainings:
+        cells = [
+            [r["perplexity"] for r in points if (r["variant"], r["config"]["context"]) == (variant, n)]
+            for n in contexts
+        ]
+        rows.append([name_of(variant), *(spread(cell, 2) for cell in cells)])
+    return markdown(rows)
+
+
+def ruler_table(study: list[dict]) -> str:
+    trainings = chosen(study, ENCODINGS)
+    found = [r for r in study if r["metric"] == "ruler" and r["n"]]
+    lengths = sorted({r["length"] for r in found})
+    rows = [["encoding", *(f"{n:,}" for n in lengths)]]
+    for variant in trainings:
+        cells = [[r for r in found if (r["variant"], r["length"]) == (variant, n)] for n in lengths]
+        right = [spread([100 * r["tokens_right"] for r in cell]) for cell in cells]
+        rows.append([name_of(variant), *(f"{percents(c)} / {t}" for c, t in zip(cells, right, strict=True))])
+    return markdown(rows)
+
+
+def rates_table(study: list[dict]) -> str:
+    """The validation loss of every encoding at every rate, first seed."""
+    first = min(r["seed"] for r in study)
+    trainings = [r for r in study if r["metric"] == "training" and r["seed"] == first]
+    rates = sorted({r["rate"] for r in trainings})
+    rows = [["encoding", *(f"x{rate:g}" for rate in rates)]]
+    for variant in chosen(study, ENCODINGS):
+        loss = {r["rate"]: f"{r['val']:.2f}" for r in trainings if r["variant"] == variant}
+        rows.append([name_of(variant), *(loss.get(rate, "") for rate in rates)])
+    return markdown(rows)
+
+
+def ablation_table(study: list[dict]) -> str:
+    """What the full method loses with one thing changed; first seed only."""
+    first = min(r["seed"] for r in study)
+    study = [r for r in study if r["seed"] == first]
+    trainings, cells = chosen(study, ABLATIONS), passkey_cells(study, "variant")
+    tests = columns(cells, set(trainings) - {"ggd_ssmax"})
+    rows = [["changed", "validation loss", *(f"{test}{n:,}" for test, n in tests)]]
+    for variant, (training, *_) in trainings.items():
+        numbers = [counted(cells[variant, test, n]) for test, n in tests]
+        rows.append([ABLATIONS[variant], f"{training['val']:.2f}", *numbers])
+    return markdown(rows)
+
+
+# Tables of the quick start's model -----------------------------------------------------------------------------------
+
+
+def default_table(records: list[dict]) -> str:
+    """The quick start's recipe by training seed: right answers with the interval of their share."""
+    for r in records:
+        r["training seed"] = r["train_config"]["seed"]
+    cells = passkey_cells(records, "training seed")
+    seeds = sorted({r["training seed"] for r in records})
+    tests, size = columns(cells, seeds), records[0]["training_length"]
+    rows = [["training seed", *(test + multiple(n, size) for test, n in tests)]]
+    rows.append(["n", *(max(r["n"] for seed in seeds for r in cells[seed, test, n]) for test, n in tests)])
+    return markdown(rows + [[seed, *(counted(cells[seed, test, n]) for test, n in tests)] for seed in seeds])
+
+
+def streaming_table(records: list[dict]) -> str:
+    """Seconds, and MB above the loaded model, for one answer, by length and way of computing."""
+    ways = [way for way in ("plain", "dense", "exact", "skipping") if any(r["way"] == way for r in records)]
+    found = {(r["way"], r["length"]): r for r in records}
+    rows = [["tokens", *(f"seconds: {way}" for way in ways), *(f"MB: {way}" for way in ways)]]
+    for n in sorted({r["length"] for r in records}):
+        there = [found.get((way, n)) for way in ways]
+        seconds = [f"{r['seconds']:.2f}" if r else "" for r in there]
+        rows.append([f"{n:,}", *seconds, *(f"{r['bytes'] / 1e6:.0f}" if r else "" for r in there)])
+    return markdown(rows)
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+def curves(axis, points: dict[str, dict[int, list[float]]]) -> None:
+    """Mean over the seeds by length, a bar from the least to the most; SSMax's curves are filled."""
+    for i, (variant, by_length) in enumerate(points.items()):
+        x, values = zip(*sorted(by_length.items()), strict=True)
+        mean = np.array([np.mean(v) for v in values])
+        bars = [mean - [min(v) for v in values], [max(v) for v in values] - mean]
+        marker, line = STYLES[ENCODINGS.index(variant) // 2]
+        fill = "full" if variant.endswith("_ssmax") else "none"
+        shift = 1.03 ** (i - len(points) / 2)  # so that bars at one length do not cover each other
+        axis.errorbar(
+            np.array(x) * shift,
+            mean,
+            bars,
+            marker=marker,
+            linestyle=line,
+            fillstyle=fill,
+            capsize=2,
+            label=name_of(variant),
+        )
+
+
+def passkey_picture(study: list[dict]) -> Figure:
+    """Front page: the share of passkeys found by length, every encoding."""
+    figure, axes = panels(1, 1, 9, 4.5)
+    trainings, cells = chosen(study, ENCODINGS), passkey_cells(study, "variant")
+    points = {v: {} for v in trainings}
+    for (variant, test, n), found in cells.items():
+        if variant in points and not test:
+            points[variant][n] = [100 * r["correct"] / r["n"] for r in found]
+    finish(figure, axes[0, 0], points, trainings, "passkeys found (%)")
+    return figure
+
+
+def perplexity_picture(study: list[dict]) -> Figure:
+    """Front page: perplexity of the same targets by context, every encoding."""
+    figure, axes = panels(1, 1, 9, 4.5)
+    trainings = chosen(study, ENCODINGS)
+    points = {v: defaultdict(list) for v in trainings}
+    for r in study:
+        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in points:
+            points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
+    finish(figure, axes[0, 0], points, trainings, "perplexity per byte")
+    axes[0, 0].set(yscale="log")
+    return figure
+
+
+def finish(figure: Figure, axis, points: dict, trainings: dict[str, list[dict]], ylabel: str) -> None:
+    """Curves, axes, legend and title of a front-page picture."""
+    points = {variant: by_length for variant, by_length in points.items() if by_length}
+    curves(axis, points)
+    size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
+    ticks = sorted({n for by_length in points.values() for n in by_length})
+    axis.axvline(size, color="grey", linewidth=1)
+    axis.set(xscale="log", xlabel=f"length (bytes; grey: the training length, {size})", ylabel=ylabel)
+    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+    axis.minorticks_off()
+    seeds = max(len(found) for found in trainings.values())
+    axis.set_title(f"mean over up to {seeds} training seeds, bars: least and most", fontsize=10)
+    figure.legend(loc="outside right center", fontsize=8, handlelength=4)
+
+
+# README --------------------------------------------------------------------------------------------------------------
+
+SOURCES: dict[str, tuple[Callable[[list[dict]], str], ...]] = {
+    "study.jsonl": (passkey_table, rates_table, perplexity_table, ruler_table, ablation_table),
+    "passkey_cpu.jsonl": (default_table,),
+    "streaming_cpu.jsonl": (streaming_table,),
+}
+
+
+def filled(readme: str, tables: dict[str, str]) -> str:
+    """The text with every table between its two lines. Raises ValueError where a line is missing."""
+    for name, table in tables.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if len(place.findall(readme)) != 1:
+            raise ValueError(f"README.md needs the lines <!-- {name} --> and <!-- end -->, once")
+        readme = place.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", readme)
+    return readme
+
+
+def tables(root: Path) -> dict[str, str]:
+    """Every table by its name. ValueError, in one sentence, if a file has no records."""
+    found = {}
+    for name, makers in SOURCES.items():
+        if not (records := read_records(root / "results" / name)):
+            raise ValueError(f"{root / 'results' / name} has no records; run the evaluations first")
+        found |= {make.__name__: make(records) for make in makers}
+    return found
+
+
+def write(root: Path = ROOT) -> None:
+    """README.md with the tables of the records under root/results, and the pictures. ValueError or OSError, in one
+    sentence, if a file is missing; README.md is then what it was."""
+    made = tables(root)
+    text = filled((root / "README.md").read_text(encoding="utf-8"), made)
+    study = read_records(root / "results" / "study.jsonl")
+    save(passkey_picture(study), root / "results", "study_passkey.png")
+    save(perplexity_picture(study), root / "results", "study_perplexity.png")
+    with replacing(root / "README.md") as file:
+        file.write(text.encode())
+    print(f"wrote {len(made)} tables into {root / 'README.md'}")
