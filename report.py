@@ -22,6 +22,7 @@ ABLATIONS = {
     "ggd_ssmax": "nothing changed",
     "start_uniform": "every head starts uniform, theta = 0 (the paper)",
     "start_global": "two of four heads in every layer start anti-local",
+    "start_wide": "windows of up to 24 tokens instead of 8",
     "learned_alibi": "theta_beta fixed at 1: ALiBi with learned slopes",
     "theta_fixed": "theta not learned",
     "s_1": "s = 1 at the start (the paper)",

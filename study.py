@@ -37,6 +37,7 @@ FULL = "ggd_ssmax"  # the paper's method, of which the ablations take something 
 ABLATIONS = {  # what each changes, at the full method's rate and with the first seed
     "start_uniform": ("--theta_alpha=0", "--theta_beta=0"),
     "start_global": ("--theta_alpha=-3.24,-16.64,0,0", "--theta_beta=8,8,-1,-2"),
+    "start_wide": ("--theta_alpha=" + "-3.24,-11.09,-16.64,-25.42," * 2 + "-3.24,-16.64,0,0",),
     "learned_alibi": ("--theta_alpha=-1.386,-2.773,-4.159,-5.545", "--theta_beta=1", "--theta_learned=alpha"),
     "theta_fixed": ("--theta_learned=",),
     "s_1": ("--ssmax_init=1",),

@@ -22,10 +22,10 @@ block_size = 256
 tie_embeddings = False
 ssmax_init = 0.18  # 1 / ln(256): about as sharp as plain softmax at the end of a window; the paper starts at 1
 
-# The paper starts every head at theta = 0, uniform. 1600 steps are little time to leave it, so here the heads start with
-# a task each. The first two layers have four windows, alpha = 1.5, 3, 5 and 8 tokens with beta = 8: they tell a token
-# what stood just before it. The last layer has two windows, and two anti-local heads, which compare that with all that
-# came earlier. As only the last layer looks far, a text of any length costs linear time (streaming.py).
+# The paper starts every head at theta = 0, uniform. 1600 steps are little time to leave it, so here the heads start
+# with a task each. The first two layers have four windows, alpha = 1.5, 3, 5 and 8 tokens with beta = 8: they tell a
+# token what stood just before it. The last layer has two windows, and two anti-local heads, which compare that with
+# all that came earlier. As only the last layer looks far, a text of any length costs linear time (streaming.py).
 # High beta and narrow windows matter far past the training length, where s ln n has doubled: a local head narrows to
 # alpha (s ln n)^(-1/beta) and weighs its few tokens more sharply, and what it tells must still look the same.
 theta_alpha = (-3.24, -8.79, -12.88, -16.64) * 2 + (-3.24, -16.64, 0.0, 0.0)  # -beta ln(alpha) for the windows
