@@ -135,14 +135,28 @@ def test_gradient_of_the_prior_at_theta_0():
     assert prior.theta_alpha.grad[0].item() == pytest.approx(-1.0)
 
 
+@pytest.mark.parametrize("beta", [2.0, 0.5, 0.0, -0.5, -1.0, -3.0, -4.0])
+def test_gradients_of_the_prior_at_the_own_token(beta):
+    """db/dtheta_alpha = b and db/dtheta_beta = b ln EPSILON, up to the clamp; beyond it, from about -3.5 on, both 0."""
+    prior = M.GGDPrior(make_model("ggd", False, theta_alpha=(0.3,), theta_beta=(beta,)).cfg)
+    b = prior(10)[:, 0]
+    b.sum().backward()
+    expected = torch.full((4,), -math.exp(0.3) * M.EPSILON**beta if beta > -3.5 else 0.0)
+    torch.testing.assert_close(prior.theta_alpha.grad, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(prior.theta_beta.grad, expected * math.log(M.EPSILON), rtol=1e-5, atol=0)
+    assert (b >= -math.exp(M.MAX_EXPONENT) * 1.0001).all()
+
+
 def copy_weights(source, target):
     """All weights that both have."""
     target.load_state_dict(source.state_dict(), strict=False)
 
 
+@pytest.mark.parametrize("theta_alpha", [0.0, 1.5])
 @pytest.mark.parametrize("ssmax", [False, True])
-def test_theta_0_is_nope(ssmax):
-    ggd, nope = make_model("ggd", ssmax, theta_alpha=(0.0,), theta_beta=(0.0,)), make_model("nope", ssmax)
+def test_theta_0_is_nope(ssmax, theta_alpha):
+    """And so is theta_beta = 0 with any theta_alpha: the same b for every key."""
+    ggd, nope = make_model("ggd", ssmax, theta_alpha=(theta_alpha,), theta_beta=(0.0,)), make_model("nope", ssmax)
     copy_weights(ggd, nope)
     torch.testing.assert_close(ggd(tokens(200)), nope(tokens(200)), atol=2e-5, rtol=1e-5)
 
@@ -217,14 +231,15 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
     torch.testing.assert_close(product, found.posterior, atol=1e-6, rtol=1e-5)
 
 
-def test_z_is_at_least_1_and_large_where_content_fights_the_prior():
-    """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g."""
+@pytest.mark.parametrize("g", [30.0, 300.0])
+def test_z_is_at_least_1_and_large_where_content_fights_the_prior(g):
+    """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g, also where e^-g is 0."""
     mask = M.visible(3, None, None, torch.device("cpu"))
-    content = torch.tensor([[[[30.0, 0.0, 0.0]] * 3]])
-    near, far = M.toeplitz(torch.tensor([[0.0, -30.0, -30.0]])), M.toeplitz(torch.tensor([[-30.0, -30.0, 0.0]]))
+    content = torch.tensor([[[[g, 0.0, 0.0]] * 3]])
+    near, far = M.toeplitz(torch.tensor([[0.0, -g, -g]])), M.toeplitz(torch.tensor([[-g, -g, 0.0]]))
     agree = M.reference_posterior(content, far, None, mask).log_z[0, 0, 2].item()
     fight = M.reference_posterior(content, near, None, mask).log_z[0, 0, 2].item()
-    assert agree == pytest.approx(0, abs=1e-6) and fight == pytest.approx(30 - math.log(2), abs=1e-3)
+    assert agree == pytest.approx(0, abs=1e-6) and fight == pytest.approx(g - math.log(2), abs=1e-3)
     for pe, ssmax in ENCODINGS:
         assert (make_model(pe, ssmax).posteriors(tokens(12))[1].log_z > -1e-5).all()
 
@@ -255,6 +270,26 @@ def test_ssmax_does_not_fade():
     plain, scaled = content.softmax(0)[500].item(), (0.5 * math.log(1000) * content).softmax(0)[500].item()
     assert plain == pytest.approx(math.exp(D) / (math.exp(D) + 999), rel=1e-5) and plain < 0.06
     assert scaled == pytest.approx(1000 ** (0.5 * D) / (1000 ** (0.5 * D) + 999), rel=1e-5) and scaled > 0.99
+
+
+@pytest.mark.parametrize("ssmax", [False, True])
+def test_a_key_above_the_others_fades_without_ssmax_only(ssmax):
+    """The same inside attention: every query sees one key, the first, whose score is g above all n - 1 others."""
+    attn, T, g, s = make_model("nope", ssmax).blocks[0].attn, 1000, 4.0, 0.5
+    x = torch.zeros(1, T, attn.cfg.n_embd)
+    x[:, :, 0], x[:, 0, 1] = 1.0, 1.0  # channel 0 makes every query, channel 1 the first key
+    with torch.no_grad():
+        attn.qkv.weight.zero_()
+        q, k, _ = attn.qkv.weight.view(3, attn.cfg.n_head, attn.cfg.head_dim, -1)
+        q[:, 0, 0], k[:, 0, 1] = 1.0, g * math.sqrt(attn.cfg.head_dim)
+        if ssmax:
+            attn.s.fill_(s)
+        layout = M.GPT(attn.cfg).layout(torch.arange(T)[None], mask=M.visible(T, None, None, x.device))
+        weight = attn.posterior(x, layout).posterior[0, :, :, 0]  # (H, T)
+    n = torch.arange(1.0, T + 1)
+    above = n ** (s * g) if ssmax else math.exp(g)
+    torch.testing.assert_close(weight, (above / (above + n - 1)).expand_as(weight), rtol=1e-4, atol=0)
+    assert (weight[:, -1] > 0.99).all() if ssmax else (weight[:, -1] < 0.06).all()
 
 
 def test_rope_depends_on_the_distance_only():
