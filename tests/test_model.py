@@ -263,18 +263,10 @@ def test_query_0_puts_all_its_weight_on_key_0():
         assert (posterior[:, :, 0, 0] == 1).all(), (pe, ssmax)
 
 
-def test_ssmax_does_not_fade():
-    """A key D above all others: e^D / (e^D + n - 1) without, n^(sD) / (n^(sD) + n - 1) with SSMax."""
-    content = torch.zeros(1000)
-    content[500] = D = 4.0
-    plain, scaled = content.softmax(0)[500].item(), (0.5 * math.log(1000) * content).softmax(0)[500].item()
-    assert plain == pytest.approx(math.exp(D) / (math.exp(D) + 999), rel=1e-5) and plain < 0.06
-    assert scaled == pytest.approx(1000 ** (0.5 * D) / (1000 ** (0.5 * D) + 999), rel=1e-5) and scaled > 0.99
-
-
 @pytest.mark.parametrize("ssmax", [False, True])
 def test_a_key_above_the_others_fades_without_ssmax_only(ssmax):
-    """The same inside attention: every query sees one key, the first, whose score is g above all n - 1 others."""
+    """Every query sees one key, the first, whose score is g above all n - 1 others: its weight is
+    e^g / (e^g + n - 1) without, and n^(s g) / (n^(s g) + n - 1) with SSMax."""
     attn, T, g, s = make_model("nope", ssmax).blocks[0].attn, 1000, 4.0, 0.5
     x = torch.zeros(1, T, attn.cfg.n_embd)
     x[:, :, 0], x[:, 0, 1] = 1.0, 1.0  # channel 0 makes every query, channel 1 the first key
@@ -461,6 +453,23 @@ def test_checkpoint_round_trip_and_its_errors(tmp_path):
     (tmp_path / "bad.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="not a checkpoint"):
         checkpoint.load_checkpoint(tmp_path / "bad.pt")
+
+
+def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypatch, capsys):
+    saved = checkpoint.load_checkpoint(run)
+    checkpoint.save_checkpoint(run / "last.pt", saved | {"optimizer": torch.zeros(10**6), "train_config": {"seed": 1}})
+    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(run), str(tmp_path / "a" / "copy")])
+    checkpoint.main()
+    copy = checkpoint.load_checkpoint(tmp_path / "a" / "copy")
+    assert copy.keys() == {"model", "model_config", "train_config", "tokenizer", "step"}
+    assert all(torch.equal(copy["model"][name], saved["model"][name]) for name in saved["model"])
+    assert (tmp_path / "a" / "copy" / "last.pt").stat().st_size < 10**6
+    for words, message in (((run,), "got 1 words"), (("missing", tmp_path / "b"), "no checkpoint missing")):
+        monkeypatch.setattr("sys.argv", ["checkpoint.py", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            checkpoint.main()
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(
