@@ -237,6 +237,15 @@ def test_errors_are_one_sentence(run, monkeypatch, capsys, arguments, message):
     assert not (run / "eval").exists()
 
 
+def test_the_model_that_comes_along_finds_keys_far_past_its_training_length():
+    """Every depth at 4,096 bytes, trained on 256; in words and a filler that it never saw."""
+    run = E.load_run(str(E.PRETRAINED), torch.device("cpu"))
+    assert run.trained == 256
+    cfg = E.PasskeyConfig(depths=5, filler="unseen", wording="reworded")
+    prompts = E.make_prompts(run.enc, E.texts_for(run, cfg), cfg, 4096)
+    assert all(E.retrieved(lambda idx, n: streaming.score(run.model, idx, n)[1], prompts, 4096))
+
+
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys):
     monkeypatch.setattr(E, "PRETRAINED", run)
     call(monkeypatch, "--lengths=128", "--depths=1")
