@@ -20,10 +20,14 @@ def save_checkpoint(path: Path, state: dict) -> None:
         torch.save(state, file)
 
 
+def load_path(path: str | Path) -> Path:
+    """The file of a checkpoint: that file itself, or last.pt in a run's folder."""
+    return Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
+
+
 def load_checkpoint(path: str | Path) -> dict:
     """What a checkpoint file, or last.pt in a run's folder, holds; tensors and plain values, nothing is executed."""
-    path = Path(path)
-    file = path / "last.pt" if path.is_dir() else path
+    file = load_path(path)
     if not file.exists():
         raise FileNotFoundError(f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py")
     try:
@@ -54,6 +58,8 @@ def main() -> None:
     source, target = words[0], Path(words[1])
     with user_errors():
         saved = load_checkpoint(source)
+        if (target / "last.pt").exists() and (target / "last.pt").samefile(load_path(source)):
+            raise ValueError(f"{target} is the run itself; name another folder, or its optimizer would be lost")
         target.mkdir(parents=True, exist_ok=True)
         kept = ("model", "model_config", "train_config", "tokenizer", "data", "step", "commit")
         save_checkpoint(target / "last.pt", {name: saved[name] for name in kept if name in saved})

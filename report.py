@@ -14,21 +14,9 @@ from matplotlib.figure import Figure
 from posteriors import panels, save
 from records import STYLES, read_records
 from shards import replacing
+from study import ABLATIONS, ENCODINGS, FULL, LABELS
 
 ROOT = Path(__file__).resolve().parent
-NAMES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
-ENCODINGS = [f"{pe}{ssmax}" for pe in NAMES for ssmax in ("", "_ssmax")]
-ABLATIONS = {
-    "ggd_ssmax": "nothing changed",
-    "start_uniform": "every head starts uniform, theta = 0 (the paper)",
-    "start_global": "two of four heads in every layer start anti-local",
-    "start_wide": "windows of up to 24 tokens instead of 8",
-    "learned_alibi": "theta_beta fixed at 1: ALiBi with learned slopes",
-    "theta_fixed": "theta not learned",
-    "s_1": "s = 1 at the start (the paper)",
-    "prior_lr_1e-2": "learning rate of theta 1e-2",
-    "prior_lr_1e-1": "learning rate of theta 1e-1",
-}
 TESTS = {  # of the passkey, in the order of the tables: filler and wording
     "": ("passkey", "passkey"),
     "unseen filler, ": ("unseen", "passkey"),
@@ -40,19 +28,13 @@ TESTS = {  # of the passkey, in the order of the tables: filler and wording
 # Records -------------------------------------------------------------------------------------------------------------
 
 
-def name_of(variant: str) -> str:
-    """ggd_ssmax -> GGD-BAM, SSMax."""
-    pe, _, ssmax = variant.partition("_")
-    return NAMES[pe] + ", SSMax" * bool(ssmax)
-
-
 def passkey_cells(records: Iterable[dict], row: str) -> dict:
     """{(row's value, test, length): records}, of the passkey records; `row` is what names a table's row."""
-    cells = defaultdict(list)
+    tests, cells = {texts: test for test, texts in TESTS.items()}, defaultdict(list)
     for r in records:
-        if r["metric"] == "passkey":
-            test = next(k for k, v in TESTS.items() if v == (r["config"]["filler"], r["config"]["wording"]))
-            cells[r[row], test, r["length"]].append(r)
+        texts = r["metric"] == "passkey" and (r["config"]["filler"], r["config"]["wording"])
+        if texts in tests:
+            cells[r[row], tests[texts], r["length"]].append(r)
     return cells
 
 
@@ -88,11 +70,12 @@ def percents(found: list[dict]) -> str:
 
 
 def counted(found: list[dict]) -> str:
-    """Right answers and the 95% interval of their share in percent, of one record."""
+    """Right answers and the 95% interval of their share in percent, of the one record of a cell."""
     if not found:
         return ""
-    low, high = (round(100 * x) for x in found[0]["interval_95"])
-    return f"{found[0]['correct']} [{low}, {high}]"
+    (record,) = found
+    low, high = (round(100 * x) for x in record["interval_95"])
+    return f"{record['correct']} [{low}, {high}]"
 
 
 # Tables of the study -------------------------------------------------------------------------------------------------
@@ -105,13 +88,13 @@ def chosen(study: list[dict], variants: Iterable[str]) -> dict[str, list[dict]]:
 
 
 def passkey_table(study: list[dict]) -> str:
-    """Every encoding: its rate and validation loss, and the passkeys found by test and length."""
+    """Every encoding: its rate, its loss, and the passkeys found by test and length."""
     trainings, cells = chosen(study, ENCODINGS), passkey_cells(study, "variant")
     tests = columns(cells, trainings)
     size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
-    rows = [["encoding", "rate", "validation loss", *(test + multiple(n, size) for test, n in tests)]]
+    rows = [["encoding", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
     for variant, found in trainings.items():
-        about = [name_of(variant), f"x{found[0]['rate']:g}", spread([r["val"] for r in found], 2)]
+        about = [LABELS[variant], f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
         rows.append(about + [percents(cells[variant, test, n]) for test, n in tests])
     return markdown(rows)
 
@@ -120,13 +103,13 @@ def perplexity_table(study: list[dict]) -> str:
     trainings = chosen(study, ENCODINGS)
     points = [r for r in study if r["metric"] == "perplexity" and "context" in r["config"]]
     contexts = sorted({r["config"]["context"] for r in points})
-    rows = [["context", *(f"{n:,}" for n in contexts)]]
+    rows = [["encoding", *(f"context {n:,}" for n in contexts)]]
     for variant in trainings:
         cells = [
             [r["perplexity"] for r in points if (r["variant"], r["config"]["context"]) == (variant, n)]
             for n in contexts
         ]
-        rows.append([name_of(variant), *(spread(cell, 2) for cell in cells)])
+        rows.append([LABELS[variant], *(spread(cell, 2) for cell in cells)])
     return markdown(rows)
 
 
@@ -138,19 +121,21 @@ def ruler_table(study: list[dict]) -> str:
     for variant in trainings:
         cells = [[r for r in found if (r["variant"], r["length"]) == (variant, n)] for n in lengths]
         right = [spread([100 * r["tokens_right"] for r in cell]) for cell in cells]
-        rows.append([name_of(variant), *(f"{percents(c)} / {t}" for c, t in zip(cells, right, strict=True))])
+        rows.append(
+            [LABELS[variant], *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True))]
+        )
     return markdown(rows)
 
 
 def rates_table(study: list[dict]) -> str:
-    """The validation loss of every encoding at every rate, first seed."""
+    """The loss of every encoding at every rate, first seed."""
     first = min(r["seed"] for r in study)
     trainings = [r for r in study if r["metric"] == "training" and r["seed"] == first]
     rates = sorted({r["rate"] for r in trainings})
     rows = [["encoding", *(f"x{rate:g}" for rate in rates)]]
     for variant in chosen(study, ENCODINGS):
-        loss = {r["rate"]: f"{r['val']:.2f}" for r in trainings if r["variant"] == variant}
-        rows.append([name_of(variant), *(loss.get(rate, "") for rate in rates)])
+        loss = {r["rate"]: f"{r['loss']:.2f}" for r in trainings if r["variant"] == variant}
+        rows.append([LABELS[variant], *(loss.get(rate, "") for rate in rates)])
     return markdown(rows)
 
 
@@ -158,12 +143,13 @@ def ablation_table(study: list[dict]) -> str:
     """What the full method loses with one thing changed; first seed only."""
     first = min(r["seed"] for r in study)
     study = [r for r in study if r["seed"] == first]
-    trainings, cells = chosen(study, ABLATIONS), passkey_cells(study, "variant")
-    tests = columns(cells, set(trainings) - {"ggd_ssmax"})
-    rows = [["changed", "validation loss", *(f"{test}{n:,}" for test, n in tests)]]
+    labels = {FULL: "nothing changed"} | {variant: label for variant, (label, *_) in ABLATIONS.items()}
+    trainings, cells = chosen(study, labels), passkey_cells(study, "variant")
+    tests = columns(cells, set(trainings) - {FULL})
+    rows = [["changed", "loss", *(f"{test}{n:,}" for test, n in tests)]]
     for variant, (training, *_) in trainings.items():
         numbers = [counted(cells[variant, test, n]) for test, n in tests]
-        rows.append([ABLATIONS[variant], f"{training['val']:.2f}", *numbers])
+        rows.append([labels[variant], f"{training['loss']:.2f}", *numbers])
     return markdown(rows)
 
 
@@ -172,8 +158,7 @@ def ablation_table(study: list[dict]) -> str:
 
 def default_table(records: list[dict]) -> str:
     """The quick start's recipe by training seed: right answers with the interval of their share."""
-    for r in records:
-        r["training seed"] = r["train_config"]["seed"]
+    records = [r | {"training seed": r["train_config"]["seed"]} for r in records]
     cells = passkey_cells(records, "training seed")
     seeds = sorted({r["training seed"] for r in records})
     tests, size = columns(cells, seeds), records[0]["training_length"]
@@ -184,6 +169,7 @@ def default_table(records: list[dict]) -> str:
 
 def streaming_table(records: list[dict]) -> str:
     """Seconds, and MB above the loaded model, for one answer, by length and way of computing."""
+    records = [r for r in records if "error" not in r]
     ways = [way for way in ("plain", "dense", "exact", "skipping") if any(r["way"] == way for r in records)]
     found = {(r["way"], r["length"]): r for r in records}
     rows = [["tokens", *(f"seconds: {way}" for way in ways), *(f"MB: {way}" for way in ways)]]
@@ -202,8 +188,8 @@ def curves(axis, points: dict[str, dict[int, list[float]]]) -> None:
     for i, (variant, by_length) in enumerate(points.items()):
         x, values = zip(*sorted(by_length.items()), strict=True)
         mean = np.array([np.mean(v) for v in values])
-        bars = [mean - [min(v) for v in values], [max(v) for v in values] - mean]
-        marker, line = STYLES[ENCODINGS.index(variant) // 2]
+        bars = np.maximum(0, [mean - [min(v) for v in values], [max(v) for v in values] - mean])  # a mean is rounded
+        marker, line = STYLES[list(LABELS).index(variant) // 2]
         fill = "full" if variant.endswith("_ssmax") else "none"
         shift = 1.03 ** (i - len(points) / 2)  # so that bars at one length do not cover each other
         axis.errorbar(
@@ -214,7 +200,7 @@ def curves(axis, points: dict[str, dict[int, list[float]]]) -> None:
             linestyle=line,
             fillstyle=fill,
             capsize=2,
-            label=name_of(variant),
+            label=LABELS[variant],
         )
 
 

@@ -1,51 +1,67 @@
 """The laptop study: ten encodings, three seeds, each at the best of the same three learning rates, and ablations.
 
-python study.py                                        # hours on two cores; after Ctrl-C the same command goes on
+python study.py                                        # an hour and a half on two cores; the same command goes on
 python study.py --seeds=1 --variants=rope,ggd_ssmax    # a part of it
-python plot_priors.py --readme                         # its records as the README's tables and pictures
+python study.py --records=results/study.jsonl && python plot_priors.py --readme    # into the README
 
-With the first seed every encoding is trained at every rate; the one with the lowest validation loss at the end is its
-rate for all seeds. What is trained and evaluated stays, so nothing is done twice; all records are collected in one
-file. The work is done by the scripts that anyone can call: each command is printed before it runs.
+With the first seed every encoding is trained at every rate; the one with the lowest loss on its last windows, which no
+step saw before, is its rate for all seeds. What is trained and evaluated stays, so nothing is done twice; all records
+are collected in one file. The work is done by the scripts that anyone can call: each command is printed before it runs.
 """
 
 import json
+import math
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 import configurator
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, load_model
 from configurator import fail, user_errors
 from model import ModelConfig
-from records import read_records
+from records import fingerprint, read_records
 from shards import replacing
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent
-PES = ("nope", "sinusoidal", "rope", "alibi", "ggd")
+PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
+SSMAX = {"": "", "_ssmax": ", SSMax"}
+LABELS = {f"{pe}{ending}": name + more for pe, name in PES.items() for ending, more in SSMAX.items()}
 ENCODINGS = {
-    f"{pe}{'_ssmax' * ssmax}": (f"--pe={pe}", f"--ssmax={'true' if ssmax else 'false'}")
-    for pe in PES
-    for ssmax in (False, True)
+    f"{pe}{ending}": (f"--pe={pe}", f"--ssmax={'true' if ending else 'false'}") for pe in PES for ending in SSMAX
 }
-FULL = "ggd_ssmax"  # the paper's method, of which the ablations take something away
-ABLATIONS = {  # what each changes, at the full method's rate and with the first seed
-    "start_uniform": ("--theta_alpha=0", "--theta_beta=0"),
-    "start_global": ("--theta_alpha=-3.24,-16.64,0,0", "--theta_beta=8,8,-1,-2"),
-    "start_wide": ("--theta_alpha=" + "-3.24,-11.09,-16.64,-25.42," * 2 + "-3.24,-16.64,0,0",),
-    "learned_alibi": ("--theta_alpha=-1.386,-2.773,-4.159,-5.545", "--theta_beta=1", "--theta_learned=alpha"),
-    "theta_fixed": ("--theta_learned=",),
-    "s_1": ("--ssmax_init=1",),
-    "prior_lr_1e-2": ("--prior_lr=1e-2",),
-    "prior_lr_1e-1": ("--prior_lr=1e-1",),
+FULL = "ggd_ssmax"  # the paper's method, about which the ablations change something
+ABLATIONS = {  # what, and how; at the full method's rate and with the first seed
+    "start_uniform": ("every head starts uniform, theta = 0 (the paper)", "--theta_alpha=0", "--theta_beta=0"),
+    "start_global": (
+        "two of four heads start anti-local in every layer",
+        "--theta_alpha=-3.24,-16.64,0,0",
+        "--theta_beta=8,8,-1,-2",
+    ),
+    "start_wide": (
+        "windows of up to 24 tokens instead of 8",
+        "--theta_alpha=" + "-3.24,-11.09,-16.64,-25.42," * 2 + "-3.24,-16.64,0,0",
+    ),
+    "learned_alibi": (
+        "starts at ALiBi's slopes, theta_beta fixed at 1",
+        "--theta_alpha=-1.386,-2.773,-4.159,-5.545",
+        "--theta_beta=1",
+        "--theta_learned=alpha",
+    ),
+    "theta_fixed": ("theta not learned", "--theta_learned="),
+    "s_1": ("s = 1 at the start (the paper)", "--ssmax_init=1"),
+    "prior_lr_1e-2": ("learning rate of theta 1e-2", "--prior_lr=1e-2"),
+    "prior_lr_1e-1": ("learning rate of theta 1e-1", "--prior_lr=1e-1"),
 }
 RATES = ("learning_rate", "prior_lr", "ssmax_lr")
-CONDITIONS = ("--filler=unseen", "--wording=reworded")  # passkey tests that no exercise resembles
+CONDITIONS = ("--filler=unseen", "--wording=reworded")  # passkey tests whose texts are in no exercise
 
 
 @dataclass
@@ -53,14 +69,14 @@ class StudyConfig:
     """What to train and ask. Raises ValueError, in one sentence, if it makes no sense."""
 
     config: str = "config/cpu_study.py"  # of every training
-    variants: tuple[str, ...] = (*ENCODINGS, *ABLATIONS)  # encodings, then what is changed about ggd_ssmax
+    variants: tuple[str, ...] = (*ENCODINGS, *ABLATIONS)  # encodings, and what is changed about ggd_ssmax
     seeds: tuple[int, ...] = (1, 2, 3)  # of the trainings
     rates: tuple[float, ...] = (0.33, 1.0, 3.0)  # what the config's three learning rates are multiplied by, in turn
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 64)  # lengths of the passkey test, in units of the training length
     longest: tuple[int, ...] = (256, 1000)  # lengths for ggd_ssmax alone, likewise
     samples: int = 20  # prompts a length: depths of the passkey test, samples of RULER
     out_dir: str = "out/study"  # folder of all runs
-    records: str = "results/study.jsonl"  # what was found
+    records: str = "out/study/study.jsonl"  # all that was found; results/study.jsonl is what the README shows
 
     def __post_init__(self):
         known = {**ENCODINGS, **ABLATIONS}
@@ -73,6 +89,7 @@ class StudyConfig:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} is {values}; give at least one, and none twice")
+        self.seeds = tuple(sorted(self.seeds))
         if min(self.rates) <= 0 or min(*self.multiples, *self.longest, self.samples) < 1:
             raise ValueError("rates must be above 0; multiples, longest and samples at least 1")
 
@@ -92,33 +109,59 @@ def call(script: str, *words: object) -> None:
     """Run one of the scripts; its failure, or Ctrl-C in it, ends the study."""
     words = [script, *map(str, words)]
     print(f"\n$ python {shlex.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, str(ROOT / script), *words[1:]]).returncode
+    process, status = subprocess.Popen([sys.executable, str(ROOT / script), *words[1:]]), None
+    while status is None:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:  # the script has got it too: it saves its work and ends
+            continue
     if status == 130:
         sys.exit(130)
     if status:
         fail(f"{script} ended with status {status}; see above, then start the study again: it goes on from here")
 
 
-def training_options(cfg: StudyConfig, base: TrainConfig, job: Job) -> list[str]:
+def options(cfg: StudyConfig, base: TrainConfig, job: Job) -> list[str]:
     """The words that make the config file this job."""
     rates = [f"--{name}={job.rate * getattr(base, name):.3g}" for name in RATES]
-    changes = ENCODINGS.get(job.variant) or (*ENCODINGS[FULL], *ABLATIONS[job.variant])
+    changes = ENCODINGS.get(job.variant) or (*ENCODINGS[FULL], *ABLATIONS[job.variant][1:])
     return [f"--seed={job.seed}", *rates, *changes, f"--out_dir={job.folder(cfg)}"]
+
+
+def parse(words: list[str]) -> list:
+    """ModelConfig and TrainConfig of a command line of train.py."""
+    return configurator.parse([ModelConfig, TrainConfig], words, None, positional="config")[0]
+
+
+def log_of(cfg: StudyConfig, job: Job) -> list[dict]:
+    return read_records(job.folder(cfg) / "log.jsonl")
 
 
 def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> None:
     """Train, or go on where a training stopped; nothing if it is finished."""
-    last = job.folder(cfg) / "last.pt"
-    if last.exists():
+    words, folder = [cfg.config, *options(cfg, base, job)], job.folder(cfg)
+    step, log = 0, log_of(cfg, job)
+    if (folder / "last.pt").exists():
         with user_errors():
-            if load_checkpoint(last)["step"] >= base.max_steps:
-                return
-    call("train.py", cfg.config, *training_options(cfg, base, job), *["--resume"] * last.exists())
+            saved = load_checkpoint(folder)
+        step, (model, training) = saved["step"], parse(words)
+        free = ("resume", "config", "out_dir", "device")
+        now = {k: v for k, v in asdict(training).items() if k not in free}
+        if saved["model_config"] != asdict(model) or any(saved["train_config"].get(k) != v for k, v in now.items()):
+            fail(f"{folder} holds a run of other options; move it away, or choose another --out_dir")
+        if step >= base.max_steps and log and log[-1]["step"] == step:
+            return
+    if not 0 < step < base.max_steps:  # nothing to go on from
+        shutil.rmtree(folder, ignore_errors=True)
+        step = 0
+    call("train.py", *words, *["--resume"] * (step > 0))
 
 
 def final_loss(cfg: StudyConfig, job: Job) -> float:
-    """The validation loss at the end of a training."""
-    return read_records(job.folder(cfg) / "log.jsonl")[-1]["val"]
+    """The mean training loss over the last quarter of the steps. Every window is read once, so none was seen before."""
+    log = log_of(cfg, job)
+    losses = [r["loss"] for r in log if r["step"] > 0.75 * log[-1]["step"]]
+    return math.inf if None in losses else float(np.mean(losses))
 
 
 def evaluate(cfg: StudyConfig, runs: list[Path], trained: int) -> None:
@@ -138,20 +181,24 @@ def evaluate(cfg: StudyConfig, runs: list[Path], trained: int) -> None:
         call("eval_passkey.py", *full, lengths(cfg.longest), depths, "--resume")
 
 
+def asked(cfg: StudyConfig, record: dict, weights: str) -> bool:
+    """Is this record of an evaluation one of the study, and not of other weights or options in the same file?"""
+    fixed = {"depths": cfg.samples, "seeds": [1], "samples": cfg.samples, "window": 0, "exact": False}
+    config = record["config"] if record["metric"] != "perplexity" else {"seeds": [1]}
+    return record["weights"] == weights and all(config.get(k, v) == v for k, v in fixed.items())
+
+
 def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
-    """What is known of a run: its training, then the newest record of each of its evaluations."""
-    folder, about = job.folder(cfg), job._asdict()
-    if not (log := [r for r in read_records(folder / "log.jsonl") if "val" in r]):
-        return
-    names = ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")
+    """What is known of a run: its training and, at the chosen rate, the newest record of each of its evaluations."""
+    folder, about, end = job.folder(cfg), job._asdict(), log_of(cfg, job)[-1]
     saved = load_checkpoint(folder)
-    command = {"commit": saved["commit"], "train_config": saved["train_config"], "model_config": saved["model_config"]}
-    yield about | {"metric": "training", "chosen": chosen} | {name: log[-1][name] for name in names} | command
-    newest = {}
-    for file in sorted((folder / "eval").glob("*.jsonl")):
-        for record in read_records(file):
-            cell = {k: record.get(k) for k in ("metric", "task", "length", "config")}
-            newest[json.dumps(cell)] = record
+    numbers = {name: end[name] for name in ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")}
+    numbers |= {name: saved[name] for name in ("commit", "train_config", "model_config")}
+    yield about | {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)} | numbers
+    newest, weights = {}, fingerprint(load_model(folder)[0]) if chosen else None
+    for file in sorted((folder / "eval").glob("*.jsonl")) if chosen else ():
+        for record in filter(lambda r: asked(cfg, r, weights), read_records(file)):
+            newest[json.dumps([record.get(k) for k in ("metric", "task", "length", "config")])] = record
     for record in newest.values():
         left_out = ("checkpoint", "model_config", "train_config", "step", "commit")  # the training's record has them
         yield about | {k: v for k, v in record.items() if k not in left_out}
@@ -168,7 +215,7 @@ def collect(cfg: StudyConfig, jobs: dict[Job, bool]) -> None:
 
 
 def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
-    """All trainings and evaluations, seed by seed; the records are written anew after each of the steps."""
+    """All trainings and evaluations, seed by seed; the records are written anew after each seed."""
     jobs: dict[Job, bool] = {}
     chosen: dict[str, float] = {}
     for seed in cfg.seeds:
@@ -184,10 +231,9 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
             chosen[variant] = best.rate
             jobs |= {job: job == best for job in tried}
             runs.append(best.folder(cfg))
-            collect(cfg, jobs)
         evaluate(cfg, runs, trained)
         collect(cfg, jobs)
-    print(f"\nrecords in {cfg.records}; python plot_priors.py --readme shows them")
+    print(f"\nrecords in {cfg.records}")
 
 
 def main() -> None:
@@ -200,6 +246,8 @@ def main() -> None:
         base = TrainConfig(**{k: v for k, v in values.items() if k in TrainConfig.__dataclass_fields__})
         model = ModelConfig(**{k: v for k, v in values.items() if k in ModelConfig.__dataclass_fields__})
     cfg.config = str(path)
+    for variant in cfg.variants:  # what cannot be trained shows before the first training
+        parse([cfg.config, *options(cfg, base, Job(variant, 1.0, 1))])
     study(cfg, base, model.block_size)
 
 

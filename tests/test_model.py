@@ -464,7 +464,11 @@ def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypat
     assert copy.keys() == {"model", "model_config", "train_config", "tokenizer", "step"}
     assert all(torch.equal(copy["model"][name], saved["model"][name]) for name in saved["model"])
     assert (tmp_path / "a" / "copy" / "last.pt").stat().st_size < 10**6
-    for words, message in (((run,), "got 1 words"), (("missing", tmp_path / "b"), "no checkpoint missing")):
+    for words, message in (
+        ((run,), "got 1 words"),
+        (("missing", tmp_path / "b"), "no checkpoint missing"),
+        ((run, run), "itself"),
+    ):
         monkeypatch.setattr("sys.argv", ["checkpoint.py", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
             checkpoint.main()

@@ -7,8 +7,8 @@ import report as R
 SIZE = {"model_config": {"block_size": 256}}
 
 
-def training(variant, seed, val, rate=1.0, chosen=True):
-    return {"metric": "training", "variant": variant, "rate": rate, "seed": seed, "val": val, "chosen": chosen} | SIZE
+def training(variant, seed, loss, rate=1.0, chosen=True):
+    return {"metric": "training", "variant": variant, "rate": rate, "seed": seed, "loss": loss, "chosen": chosen} | SIZE
 
 
 def passkey(variant, seed, length, correct, filler="passkey", wording="passkey"):
@@ -52,7 +52,7 @@ STUDY = [
 
 def test_passkey_table():
     assert R.passkey_table(STUDY).splitlines() == [
-        "| encoding | rate | validation loss | 256 (1x) | 4,096 (16x) | unseen filler, 4,096 (16x) |",
+        "| encoding | rate | loss | 256 (1x) | 4,096 (16x) | unseen filler, 4,096 (16x) |",
         "| --- | --- | --- | --- | --- | --- |",
         "| RoPE | x3 | 2.00 | 95 | 0 |  |",
         "| GGD-BAM, SSMax | x1 | 1.55 [1.50, 1.60] | 100 | 92 [85, 100] | 50 |",

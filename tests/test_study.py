@@ -1,13 +1,11 @@
 """study.py: which trainings and evaluations, at which rate, and what is left of them; the scripts are faked."""
 
-import json
+from dataclasses import asdict
 
 import pytest
 
-import configurator
 import study as S
 from checkpoint import save_checkpoint
-from model import ModelConfig
 from records import append_record, read_records
 from train import TrainConfig
 
@@ -24,28 +22,37 @@ def scripts(monkeypatch):
         if script != "train.py":
             for run in (word for word in words if not isinstance(word, str)):
                 record = {"metric": script, "length": 9, "config": {"words": calls[-1][-2]}, "model_config": {}}
-                append_record(run / "eval" / "all.jsonl", record)
+                append_record(run / "eval" / "all.jsonl", record | {"weights": run.name})
+                append_record(run / "eval" / "all.jsonl", record | {"weights": "others", "length": 8})
             return
-        out = next(word.split("=")[1] for word in words if word.startswith("--out_dir"))
-        folder = S.Path(out)
-        folder.mkdir(parents=True)
+        model, training = S.parse([word for word in words if word != "--resume"])
+        folder = S.Path(training.out_dir)
         variant, rate = folder.name.split("_x")[0], float(folder.name.split("_x")[1].split("_s")[0])
         loss = abs(rate - BEST.get(variant, 1.0)) + 1
-        log = {"step": 5, "val": loss, "val_1x": 1.0, "val_2x": 1.0, "val_4x": 1.0, "seconds": 2.0}
-        (folder / "log.jsonl").write_text(json.dumps(log) + "\n")
-        state = {"step": 5, "commit": "c", "train_config": {"seed": 1}, "model_config": {}, "model": {}}
+        vals = {name: 1.0 for name in ("val", "val_1x", "val_2x", "val_4x", "seconds")}
+        steps = ({"step": 1, "loss": 9.0}, {"step": training.max_steps, "loss": loss} | vals)
+        for record in steps:
+            append_record(folder / "log.jsonl", record)
+        state = {"step": training.max_steps, "commit": "c", "model": {}}
+        state |= {"train_config": asdict(training), "model_config": asdict(model)}
         save_checkpoint(folder / "last.pt", state)
 
     monkeypatch.setattr(S, "call", call)
+    monkeypatch.setattr(S, "load_model", lambda run: (run.name, {}))
+    monkeypatch.setattr(S, "fingerprint", lambda model: model)
     return calls
 
 
 def config(tmp_path, **changes):
-    return S.StudyConfig(out_dir=str(tmp_path / "out"), records=str(tmp_path / "records.jsonl"), **changes)
+    path = tmp_path / "config.py"
+    path.write_text("n_layer = 3\nn_head = 4\nn_embd = 16\nmax_steps = 5\n")
+    folders = {"out_dir": str(tmp_path / "out"), "records": str(tmp_path / "records.jsonl")}
+    return S.StudyConfig(config=str(path), **folders, **changes)
 
 
 def trainings(calls):
-    return [S.Path(words[-1].split("=")[1]).name for script, *words in calls if script == "train.py"]
+    words = [word for script, *words in calls if script == "train.py" for word in words]
+    return [S.Path(word.split("=")[1]).name for word in words if word.startswith("--out_dir")]
 
 
 def test_every_encoding_takes_its_best_rate_to_the_other_seeds(tmp_path, scripts):
@@ -76,20 +83,46 @@ def test_a_second_call_trains_nothing_and_keeps_one_record_a_cell(tmp_path, scri
     assert not trainings(scripts) and S.Path(cfg.records).read_text() == before
 
 
-def test_a_stopped_training_is_resumed(tmp_path, scripts, monkeypatch):
-    cfg, job = config(tmp_path), S.Job("nope", 1.0, 1)
-    S.train(cfg, TrainConfig(max_steps=5), job)
-    monkeypatch.setattr(S, "call", lambda *words: scripts.append(words))
-    S.train(cfg, TrainConfig(max_steps=6), job)
-    assert "--resume" not in scripts[0] and scripts[1][-1] == "--resume"
+def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
+    """Finished: kept. Stopped: resumed. No checkpoint, or one whose last log line is lost: begun anew. Other options:
+    refused."""
+    cfg, base, job = config(tmp_path), TrainConfig(max_steps=5), S.Job("nope", 1.0, 1)
+    folder = job.folder(cfg)
+    S.train(cfg, base, job)
+    S.train(cfg, base, job)
+    assert len(scripts) == 1
+    saved = S.load_checkpoint(folder)
+    save_checkpoint(folder / "last.pt", saved | {"step": 3})
+    S.train(cfg, base, job)
+    assert len(scripts) == 2 and scripts[1][-1] == "--resume"
+    (folder / "last.pt").rename(folder / "best.pt")
+    S.train(cfg, base, job)
+    assert len(scripts) == 3 and scripts[2][-1] != "--resume" and not (folder / "best.pt").exists()
+    (folder / "log.jsonl").write_text('{"step": 4, "loss": 1.0}\n')
+    S.train(cfg, base, job)
+    assert len(scripts) == 4 and scripts[3][-1] != "--resume"
+    save_checkpoint(folder / "last.pt", saved | {"train_config": saved["train_config"] | {"batch_size": 7}})
+    with pytest.raises(SystemExit):
+        S.train(cfg, base, job)
+    assert "holds a run of other options" in capsys.readouterr().err and len(scripts) == 4
+
+
+def test_a_script_is_waited_for_and_its_end_is_the_end(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(S, "ROOT", tmp_path)
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[2]); sys.exit(int(sys.argv[1]))")
+    S.call("script.py", 0, "two words")
+    assert "$ python script.py 0 'two words'" in capfd.readouterr().out
+    for status, expected in ((130, 130), (1, 2)):
+        with pytest.raises(SystemExit) as stopped:
+            S.call("script.py", status, "")
+        assert stopped.value.code == expected
 
 
 @pytest.mark.parametrize("variant", [*S.ENCODINGS, *S.ABLATIONS])
 def test_the_options_are_those_of_train(tmp_path, variant):
     """The words make a config, and what belongs to the encoding is what the variant's name says."""
-    words = S.training_options(config(tmp_path), TrainConfig(), S.Job(variant, 3.0, 7))
-    words = [str(S.ROOT / "config/cpu_study.py"), *words]
-    (model, train), _ = configurator.parse([ModelConfig, TrainConfig], words, "", positional="config")
+    words = S.options(config(tmp_path), TrainConfig(), S.Job(variant, 3.0, 7))
+    model, train = S.parse([str(S.ROOT / "config/cpu_study.py"), *words])
     pe, _, ssmax = variant.partition("_")
     expected = (pe, bool(ssmax)) if variant in S.ENCODINGS else ("ggd", True)
     assert (model.pe, model.ssmax) == expected
@@ -106,6 +139,7 @@ def test_the_options_are_those_of_train(tmp_path, variant):
         ("--rates=1,1", "none twice"),
         ("--rates=-1", "above 0"),
         ("--config=missing.py", "missing.py"),
+        ("--config=config/ggd_bam_120m.py", "theta_alpha has 4 values"),
         ("--records=study.py/x.jsonl", "is a file where a folder is needed"),
     ],
 )
