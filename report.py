@@ -167,6 +167,19 @@ def default_table(records: list[dict]) -> str:
     return markdown(rows + [[seed, *(counted(cells[seed, test, n]) for test, n in tests)] for seed in seeds])
 
 
+def baselines_table(records: list[dict]) -> str:
+    """The other encodings with more training: right answers with the interval of their share."""
+
+    def encoding(r: dict) -> str:
+        return LABELS[r["model_config"]["pe"] + "_ssmax" * r["model_config"]["ssmax"]]
+
+    cells = passkey_cells([r | {"encoding": encoding(r)} for r in records], "encoding")
+    names = [label for label in LABELS.values() if any(name == label for name, _, _ in cells)]
+    tests, size = columns(cells, names), records[0]["training_length"]
+    rows = [["encoding", *(test + multiple(n, size) for test, n in tests)]]
+    return markdown(rows + [[name, *(counted(cells[name, test, n]) for test, n in tests)] for name in names])
+
+
 def streaming_table(records: list[dict]) -> str:
     """Seconds, and MB above the loaded model, for one answer, by length and way of computing."""
     records = [r for r in records if "error" not in r]
@@ -249,6 +262,7 @@ def finish(figure: Figure, axis, points: dict, trainings: dict[str, list[dict]],
 SOURCES: dict[str, tuple[Callable[[list[dict]], str], ...]] = {
     "study.jsonl": (passkey_table, rates_table, perplexity_table, ruler_table, ablation_table),
     "passkey_cpu.jsonl": (default_table,),
+    "baselines_cpu.jsonl": (baselines_table,),
     "streaming_cpu.jsonl": (streaming_table,),
 }
 

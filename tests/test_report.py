@@ -82,6 +82,18 @@ def test_default_table_has_a_row_a_seed_and_the_n_of_every_column():
     ]
 
 
+def test_baselines_table_has_the_encodings_in_order():
+    records = [passkey("", 0, 256, 20), passkey("", 0, 512, 3), passkey("", 0, 256, 0)]
+    for record, (pe, ssmax) in zip(records, (("rope", True), ("rope", True), ("nope", False)), strict=True):
+        record |= {"model_config": {"pe": pe, "ssmax": ssmax}, "training_length": 256}
+    assert R.baselines_table(records).splitlines() == [
+        "| encoding | 256 (1x) | 512 (2x) |",
+        "| --- | --- | --- |",
+        "| NoPE | 0 [-10, 10] |  |",
+        "| RoPE, SSMax | 20 [90, 110] | 3 [5, 25] |",
+    ]
+
+
 def test_streaming_table_leaves_out_what_was_not_measured():
     records = [
         {"way": "exact", "length": 2048, "seconds": 1.234, "bytes": 5e6},
