@@ -74,7 +74,7 @@ class StudyConfig:
     rates: tuple[float, ...] = (0.33, 1.0, 3.0)  # what the config's three learning rates are multiplied by, in turn
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 64)  # lengths of the passkey test, in units of the training length
     longest: tuple[int, ...] = (256, 1000)  # lengths for ggd_ssmax alone, likewise
-    samples: int = 20  # prompts a length: depths of the passkey test, samples of RULER
+    samples: int = 20  # prompts a length: depths of the passkey test, samples of RULER (first seed only)
     out_dir: str = "out/study"  # folder of all runs
     records: str = "out/study/study.jsonl"  # all that was found; results/study.jsonl is what the README shows
 
@@ -164,8 +164,9 @@ def final_loss(cfg: StudyConfig, job: Job) -> float:
     return math.inf if None in losses else float(np.mean(losses))
 
 
-def evaluate(cfg: StudyConfig, runs: list[Path], trained: int) -> None:
-    """Passkey, perplexity and RULER's first task, for a group of runs at once; what is in their records is kept."""
+def evaluate(cfg: StudyConfig, runs: list[Path], trained: int, first: bool) -> None:
+    """Passkey, perplexity and, for the first seed, RULER's first task, which is slow: all runs of a seed at once. What
+    is in their records already is kept."""
 
     def lengths(multiples: tuple[int, ...]) -> str:
         return "--lengths=" + ",".join(str(m * trained) for m in multiples)
@@ -175,8 +176,9 @@ def evaluate(cfg: StudyConfig, runs: list[Path], trained: int) -> None:
     for condition in CONDITIONS:
         call("eval_passkey.py", *runs, lengths((4, 16)), condition, depths, "--resume")
     call("eval_downstream.py", *runs, "--resume")
-    ruler = ("--tasks=niah_single_1", f"--samples={cfg.samples}", lengths((4, 8, 16)))
-    call("eval_ruler.py", *runs, *ruler, "--resume")
+    if first:
+        ruler = ("--tasks=niah_single_1", f"--samples={cfg.samples}", lengths((4, 8, 16)))
+        call("eval_ruler.py", *runs, *ruler, "--resume")
     if cfg.longest and (full := [run for run in runs if run.name.startswith(f"{FULL}_x")]):
         call("eval_passkey.py", *full, lengths(cfg.longest), depths, "--resume")
 
@@ -231,7 +233,7 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
             chosen[variant] = best.rate
             jobs |= {job: job == best for job in tried}
             runs.append(best.folder(cfg))
-        evaluate(cfg, runs, trained)
+        evaluate(cfg, runs, trained, first=seed == cfg.seeds[0])
         collect(cfg, jobs)
     print(f"\nrecords in {cfg.records}")
 

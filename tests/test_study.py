@@ -63,6 +63,8 @@ def test_every_encoding_takes_its_best_rate_to_the_other_seeds(tmp_path, scripts
     found = read_records(S.Path(cfg.records))
     losses = {(r["variant"], r["rate"], r["seed"]): r["chosen"] for r in found if r["metric"] == "training"}
     assert len(losses) == 8 and sum(losses.values()) == 4 and losses["rope_ssmax", 3.0, 2]
+    ruler = [words for script, *words in scripts if script == "eval_ruler.py"]
+    assert len(ruler) == 1 and not any("_s2" in word for word in ruler[0]), "RULER with the first seed alone"
     passkey = [r for r in found if r["metric"] == "eval_passkey.py"]
     assert {(r["variant"], r["rate"]) for r in passkey} == {("nope", 0.33), ("rope_ssmax", 3.0)}
     assert all("model_config" not in r for r in passkey)
