@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from posteriors import panels, save
 from records import STYLES, read_records
@@ -42,6 +44,11 @@ def columns(cells: dict, rows: Iterable) -> list[tuple[str, int]]:
     """The tests and lengths that a table of these rows has, as columns in order."""
     rows, order = set(rows), list(TESTS)
     return sorted({(test, n) for row, test, n in cells if row in rows}, key=lambda c: (order.index(c[0]), c[1]))
+
+
+def encoding(record: dict) -> str:
+    """The variant, such as ggd_ssmax, of a record with a model_config."""
+    return record["model_config"]["pe"] + "_ssmax" * record["model_config"]["ssmax"]
 
 
 def multiple(n: int, trained: int) -> str:
@@ -92,9 +99,9 @@ def passkey_table(study: list[dict]) -> str:
     trainings, cells = chosen(study, ENCODINGS), passkey_cells(study, "variant")
     tests = columns(cells, trainings)
     size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
-    rows = [["encoding", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
+    rows = [["encoding", "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
     for variant, found in trainings.items():
-        about = [LABELS[variant], f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
+        about = [LABELS[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
         rows.append(about + [percents(cells[variant, test, n]) for test, n in tests])
     return markdown(rows)
 
@@ -169,15 +176,11 @@ def default_table(records: list[dict]) -> str:
 
 def baselines_table(records: list[dict]) -> str:
     """The other encodings with more training: right answers with the interval of their share."""
-
-    def encoding(r: dict) -> str:
-        return LABELS[r["model_config"]["pe"] + "_ssmax" * r["model_config"]["ssmax"]]
-
-    cells = passkey_cells([r | {"encoding": encoding(r)} for r in records], "encoding")
-    names = [label for label in LABELS.values() if any(name == label for name, _, _ in cells)]
+    cells = passkey_cells([r | {"variant": encoding(r)} for r in records], "variant")
+    names = [variant for variant in LABELS if any(name == variant for name, _, _ in cells)]
     tests, size = columns(cells, names), records[0]["training_length"]
     rows = [["encoding", *(test + multiple(n, size) for test, n in tests)]]
-    return markdown(rows + [[name, *(counted(cells[name, test, n]) for test, n in tests)] for name in names])
+    return markdown(rows + [[LABELS[name], *(counted(cells[name, test, n]) for test, n in tests)] for name in names])
 
 
 def streaming_table(records: list[dict]) -> str:
@@ -196,65 +199,63 @@ def streaming_table(records: list[dict]) -> str:
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
-def curves(axis, points: dict[str, dict[int, list[float]]]) -> None:
-    """Mean over the seeds by length, a bar from the least to the most; SSMax's curves are filled."""
-    for i, (variant, by_length) in enumerate(points.items()):
-        x, values = zip(*sorted(by_length.items()), strict=True)
-        mean = np.array([np.mean(v) for v in values])
-        bars = np.maximum(0, [mean - [min(v) for v in values], [max(v) for v in values] - mean])  # a mean is rounded
-        marker, line = STYLES[list(LABELS).index(variant) // 2]
-        fill = "full" if variant.endswith("_ssmax") else "none"
+def curves(axis: Axes, points: dict[str, dict[int, list[float]]]) -> None:
+    """Mean over the seeds by length, a bar from the least to the most; SSMax's markers are filled."""
+    for i, (variant, values) in enumerate(points.items()):
+        if not values:
+            continue
+        x, y = zip(*sorted(values.items()), strict=True)
+        mean = np.array([np.mean(v) for v in y])
+        bars = np.maximum(0, [mean - [min(v) for v in y], [max(v) for v in y] - mean])  # a mean is rounded
+        marker, line = STYLES[i // 2]
+        style = {"marker": marker, "linestyle": line, "color": f"C{i}", "fillstyle": "full" if i % 2 else "none"}
         shift = 1.03 ** (i - len(points) / 2)  # so that bars at one length do not cover each other
-        axis.errorbar(
-            np.array(x) * shift,
-            mean,
-            bars,
-            marker=marker,
-            linestyle=line,
-            fillstyle=fill,
-            capsize=2,
-            label=LABELS[variant],
-        )
+        axis.errorbar(np.array(x) * shift, mean, bars, capsize=2, label=LABELS[variant], **style)
 
 
-def passkey_picture(study: list[dict]) -> Figure:
-    """Front page: the share of passkeys found by length, every encoding."""
-    figure, axes = panels(1, 1, 9, 4.5)
-    trainings, cells = chosen(study, ENCODINGS), passkey_cells(study, "variant")
-    points = {v: {} for v in trainings}
-    for (variant, test, n), found in cells.items():
+def by_length(records: Iterable[dict], row: str) -> dict[str, dict[int, list[float]]]:
+    """{variant: {length: percent of passkeys found, one number a training seed}}, of the plain passkey test."""
+    points: dict = {variant: {} for variant in LABELS}
+    for (variant, test, n), found in passkey_cells(records, row).items():
         if variant in points and not test:
             points[variant][n] = [100 * r["correct"] / r["n"] for r in found]
-    finish(figure, axes[0, 0], points, trainings, "passkeys found (%)")
+    return points
+
+
+def passkey_picture(study: list[dict], default: list[dict], baselines: list[dict]) -> Figure:
+    """Front page: the share of passkeys found by length; the study, and what more training gives."""
+    figure, axes = panels(1, 2, 6, 4.5, sharey=True)
+    longer = [r | {"variant": encoding(r)} for r in default + baselines]
+    for axis, records, title in ((axes[0, 0], study, "the study"), (axes[0, 1], longer, "more training")):
+        curves(axis, by_length(records, "variant"))
+        axis.set(ylabel="passkeys found (%)", title=title)
+        length_axis(axis, default[0]["training_length"])
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8, handlelength=4)
     return figure
 
 
 def perplexity_picture(study: list[dict]) -> Figure:
     """Front page: perplexity of the same targets by context, every encoding."""
     figure, axes = panels(1, 1, 9, 4.5)
-    trainings = chosen(study, ENCODINGS)
-    points = {v: defaultdict(list) for v in trainings}
+    points: dict = {variant: defaultdict(list) for variant in LABELS}
     for r in study:
         if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in points:
             points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
-    finish(figure, axes[0, 0], points, trainings, "perplexity per byte")
-    axes[0, 0].set(yscale="log")
+    curves(axes[0, 0], points)
+    axes[0, 0].set(yscale="log", ylabel="perplexity per byte")
+    axes[0, 0].yaxis.set_major_formatter(LogFormatter())
+    axes[0, 0].yaxis.set_minor_formatter(LogFormatter())
+    length_axis(axes[0, 0], next(r for r in study if r["metric"] == "training")["model_config"]["block_size"])
+    figure.legend(loc="outside right center", fontsize=8, handlelength=4)
     return figure
 
 
-def finish(figure: Figure, axis, points: dict, trainings: dict[str, list[dict]], ylabel: str) -> None:
-    """Curves, axes, legend and title of a front-page picture."""
-    points = {variant: by_length for variant, by_length in points.items() if by_length}
-    curves(axis, points)
-    size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
-    ticks = sorted({n for by_length in points.values() for n in by_length})
-    axis.axvline(size, color="grey", linewidth=1)
-    axis.set(xscale="log", xlabel=f"length (bytes; grey: the training length, {size})", ylabel=ylabel)
+def length_axis(axis: Axes, trained: int) -> None:
+    axis.axvline(trained, color="grey", linewidth=1)
+    axis.set(xscale="log", xlabel=f"length in bytes (grey: the training length, {trained})")
+    ticks = [trained * 4**k for k in range(9) if trained * 4**k < 1.3 * axis.get_xlim()[1]]
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-    axis.minorticks_off()
-    seeds = max(len(found) for found in trainings.values())
-    axis.set_title(f"mean over up to {seeds} training seeds, bars: least and most", fontsize=10)
-    figure.legend(loc="outside right center", fontsize=8, handlelength=4)
+    axis.xaxis.minorticks_off()
 
 
 # README --------------------------------------------------------------------------------------------------------------
@@ -290,11 +291,11 @@ def tables(root: Path) -> dict[str, str]:
 def write(root: Path = ROOT) -> None:
     """README.md with the tables of the records under root/results, and the pictures. ValueError or OSError, in one
     sentence, if a file is missing; README.md is then what it was."""
-    made = tables(root)
+    made, results = tables(root), root / "results"
     text = filled((root / "README.md").read_text(encoding="utf-8"), made)
-    study = read_records(root / "results" / "study.jsonl")
-    save(passkey_picture(study), root / "results", "study_passkey.png")
-    save(perplexity_picture(study), root / "results", "study_perplexity.png")
+    study, default, baselines, _ = (read_records(results / name) for name in SOURCES)
+    save(passkey_picture(study, default, baselines), results, "study_passkey.png")
+    save(perplexity_picture(study), results, "study_perplexity.png")
     with replacing(root / "README.md") as file:
         file.write(text.encode())
     print(f"wrote {len(made)} tables into {root / 'README.md'}")

@@ -52,10 +52,10 @@ STUDY = [
 
 def test_passkey_table():
     assert R.passkey_table(STUDY).splitlines() == [
-        "| encoding | rate | loss | 256 (1x) | 4,096 (16x) | unseen filler, 4,096 (16x) |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| RoPE | x3 | 2.00 | 95 | 0 |  |",
-        "| GGD-BAM, SSMax | x1 | 1.55 [1.50, 1.60] | 100 | 92 [85, 100] | 50 |",
+        "| encoding | seeds | rate | loss | 256 (1x) | 4,096 (16x) | unseen filler, 4,096 (16x) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| RoPE | 1 | x3 | 2.00 | 95 | 0 |  |",
+        "| GGD-BAM, SSMax | 2 | x1 | 1.55 [1.50, 1.60] | 100 | 92 [85, 100] | 50 |",
     ]
 
 
@@ -115,9 +115,11 @@ def test_tables_go_between_their_lines_and_nothing_else_changes():
 
 
 def test_the_pictures_show_the_numbers_of_the_tables():
-    axis = R.passkey_picture(STUDY).axes[0]
-    rope, full = axis.containers
-    assert [c.get_label() for c in axis.containers] == ["RoPE", "GGD-BAM, SSMax"]
+    about = {"training_length": 256, "model_config": {"pe": "ggd", "ssmax": True}}
+    left, right = R.passkey_picture(STUDY, [passkey("", 0, 256, 19) | about], []).axes
+    rope, full = left.containers
+    assert [c.get_label() for c in left.containers] == ["RoPE", "GGD-BAM, SSMax"]
+    assert right.containers[0].lines[0].get_ydata().tolist() == [95]
     assert rope.lines[0].get_ydata().tolist() == [95, 0] and full.lines[0].get_ydata().tolist() == [100, 92.5]
     assert full.lines[2][0].get_segments()[1][:, 1].tolist() == [85, 100]
     assert R.perplexity_picture(STUDY).axes[0].containers[1].lines[0].get_ydata().tolist() == [4.5]
