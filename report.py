@@ -228,7 +228,10 @@ def passkey_picture(study: list[dict], default: list[dict], baselines: list[dict
     longer = [r | {"variant": encoding(r)} for r in default + baselines]
     for axis, records, title in ((axes[0, 0], study, "the study"), (axes[0, 1], longer, "more training")):
         curves(axis, by_length(records, "variant"))
-        axis.set(ylabel="passkeys found (%)", title=title)
+        sizes = sorted({r["n"] for r in records if r["metric"] == "passkey"})
+        n = " or ".join(map(str, (sizes[0], sizes[-1])[: len(sizes)]))
+        axis.set(ylabel="passkeys found (%)", title=f"{title}: n = {n} a seed, bars: worst to best seed")
+        axis.title.set_fontsize(10)
         length_axis(axis, default[0]["training_length"])
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8, handlelength=4)
     return figure
