@@ -241,11 +241,15 @@ def perplexity_picture(study: list[dict]) -> Figure:
     """Front page: perplexity of the same targets by context, every encoding."""
     figure, axes = panels(1, 1, 9, 4.5)
     points: dict = {variant: defaultdict(list) for variant in LABELS}
+    targets = set()
     for r in study:
         if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in points:
             points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
+            targets.add(r["n"])
     curves(axes[0, 0], points)
+    title = f"the same {min(targets, default=0):,} bytes after more or less text; bars: lowest to highest training seed"
     axes[0, 0].set(yscale="log", ylabel="perplexity per byte")
+    axes[0, 0].set_title(title, fontsize=10)
     axes[0, 0].yaxis.set_major_formatter(LogFormatter())
     axes[0, 0].yaxis.set_minor_formatter(LogFormatter())
     length_axis(axes[0, 0], next(r for r in study if r["metric"] == "training")["model_config"]["block_size"])

@@ -240,14 +240,12 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
 
 def main() -> None:
     (cfg,), _ = configurator.parse([StudyConfig], sys.argv[1:], __doc__)
+    if not Path(cfg.config).exists():
+        cfg.config = str(ROOT / cfg.config)
+    model, base = parse([cfg.config])
     with user_errors():
-        path = Path(cfg.config) if Path(cfg.config).exists() else ROOT / cfg.config
-        values = configurator.load_file(path, configurator.field_types([ModelConfig, TrainConfig]))
         configurator.check_folder(Path(cfg.out_dir))
         configurator.check_folder(Path(cfg.records).parent)
-        base = TrainConfig(**{k: v for k, v in values.items() if k in TrainConfig.__dataclass_fields__})
-        model = ModelConfig(**{k: v for k, v in values.items() if k in ModelConfig.__dataclass_fields__})
-    cfg.config = str(path)
     for variant in cfg.variants:  # what cannot be trained shows before the first training
         parse([cfg.config, *options(cfg, base, Job(variant, 1.0, 1))])
     study(cfg, base, model.block_size)

@@ -19,7 +19,7 @@ def passkey(variant, seed, length, correct, filler="passkey", wording="passkey")
 
 def perplexity(variant, seed, context, value):
     config = {"context": context}
-    return {"metric": "perplexity", "variant": variant, "seed": seed, "config": config, "perplexity": value}
+    return {"metric": "perplexity", "variant": variant, "seed": seed, "config": config, "n": 9, "perplexity": value}
 
 
 def ruler(variant, seed, length, correct, tokens_right):
