@@ -26,7 +26,6 @@ from torch import Tensor
 import configurator
 import posteriors
 import records
-import report
 from configurator import user_errors
 from device import pick_device
 from eval_passkey import PasskeyConfig
@@ -327,6 +326,8 @@ def main() -> None:
         configurator.check_folder(Path(cfg.theory_dir))
         device, _ = pick_device(cfg.device)
         if cfg.readme:
+            import report  # the study's scripts, which nothing else here needs
+
             return report.write()
         theory, runs = not runs, records.distinct(runs or [str(records.PRETRAINED)])
         for path in runs:  # all that cannot work shows before the first picture

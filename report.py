@@ -106,17 +106,25 @@ def passkey_table(study: list[dict]) -> str:
     return markdown(rows)
 
 
+def by_context(study: list[dict]) -> list[dict]:
+    """The records of perplexity at one context, of the encodings."""
+    return [r for r in study if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in LABELS]
+
+
+def perplexities(study: list[dict]) -> dict[str, dict[int, list[float]]]:
+    """{variant: {context: perplexities, one a training seed}}."""
+    points: dict = {variant: defaultdict(list) for variant in LABELS}
+    for r in by_context(study):
+        points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
+    return points
+
+
 def perplexity_table(study: list[dict]) -> str:
-    trainings = chosen(study, ENCODINGS)
-    points = [r for r in study if r["metric"] == "perplexity" and "context" in r["config"]]
-    contexts = sorted({r["config"]["context"] for r in points})
+    points = perplexities(study)
+    contexts = sorted({n for found in points.values() for n in found})
     rows = [["encoding", *(f"context {n:,}" for n in contexts)]]
-    for variant in trainings:
-        cells = [
-            [r["perplexity"] for r in points if (r["variant"], r["config"]["context"]) == (variant, n)]
-            for n in contexts
-        ]
-        rows.append([LABELS[variant], *(spread(cell, 2) for cell in cells)])
+    for variant in chosen(study, ENCODINGS):
+        rows.append([LABELS[variant], *(spread(points[variant].get(n, []), 2) for n in contexts)])
     return markdown(rows)
 
 
@@ -213,10 +221,10 @@ def curves(axis: Axes, points: dict[str, dict[int, list[float]]]) -> None:
         axis.errorbar(np.array(x) * shift, mean, bars, capsize=2, label=LABELS[variant], **style)
 
 
-def by_length(records: Iterable[dict], row: str) -> dict[str, dict[int, list[float]]]:
+def by_length(records: Iterable[dict]) -> dict[str, dict[int, list[float]]]:
     """{variant: {length: percent of passkeys found, one number a training seed}}, of the plain passkey test."""
     points: dict = {variant: {} for variant in LABELS}
-    for (variant, test, n), found in passkey_cells(records, row).items():
+    for (variant, test, n), found in passkey_cells(records, "variant").items():
         if variant in points and not test:
             points[variant][n] = [100 * r["correct"] / r["n"] for r in found]
     return points
@@ -227,7 +235,7 @@ def passkey_picture(study: list[dict], default: list[dict], baselines: list[dict
     figure, axes = panels(1, 2, 6, 4.5, sharey=True)
     longer = [r | {"variant": encoding(r)} for r in default + baselines]
     for axis, records, title in ((axes[0, 0], study, "the study"), (axes[0, 1], longer, "more training")):
-        curves(axis, by_length(records, "variant"))
+        curves(axis, by_length(records))
         sizes = sorted({r["n"] for r in records if r["metric"] == "passkey"})
         n = " or ".join(map(str, (sizes[0], sizes[-1])[: len(sizes)]))
         axis.set(ylabel="passkeys found (%)", title=f"{title}: n = {n} a seed, bars: worst to best seed")
@@ -240,14 +248,9 @@ def passkey_picture(study: list[dict], default: list[dict], baselines: list[dict
 def perplexity_picture(study: list[dict]) -> Figure:
     """Front page: perplexity of the same targets by context, every encoding."""
     figure, axes = panels(1, 1, 9, 4.5)
-    points: dict = {variant: defaultdict(list) for variant in LABELS}
-    targets = set()
-    for r in study:
-        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in points:
-            points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
-            targets.add(r["n"])
-    curves(axes[0, 0], points)
-    title = f"the same {min(targets, default=0):,} bytes after more or less text; bars: lowest to highest training seed"
+    curves(axes[0, 0], perplexities(study))
+    targets = min((r["n"] for r in by_context(study)), default=0)
+    title = f"the same {targets:,} bytes after more or less text; bars: lowest to highest training seed"
     axes[0, 0].set(yscale="log", ylabel="perplexity per byte")
     axes[0, 0].set_title(title, fontsize=10)
     axes[0, 0].yaxis.set_major_formatter(LogFormatter())

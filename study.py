@@ -145,7 +145,7 @@ def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> None:
         with user_errors():
             saved = load_checkpoint(folder)
         step, (model, training) = saved["step"], parse(words)
-        free = ("resume", "config", "out_dir", "device")
+        free = ("resume", "out_dir", "device")
         now = {k: v for k, v in asdict(training).items() if k not in free}
         if saved["model_config"] != asdict(model) or any(saved["train_config"].get(k) != v for k, v in now.items()):
             fail(f"{folder} holds a run of other options; move it away, or choose another --out_dir")
