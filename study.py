@@ -1,4 +1,4 @@
-"""The laptop study: ten encodings, three seeds, each at the best of the same three learning rates, and ablations.
+"""The laptop study: ten encodings, three seeds, each at the best of the same four learning rates, and ablations.
 
 python study.py                                        # an hour and a half on two cores; the same command goes on
 python study.py --seeds=1 --variants=rope,ggd_ssmax    # a part of it
@@ -71,7 +71,7 @@ class StudyConfig:
     config: str = "config/cpu_study.py"  # of every training
     variants: tuple[str, ...] = (*ENCODINGS, *ABLATIONS)  # encodings, and what is changed about ggd_ssmax
     seeds: tuple[int, ...] = (1, 2, 3)  # of the trainings
-    rates: tuple[float, ...] = (0.33, 1.0, 3.0)  # what the config's three learning rates are multiplied by, in turn
+    rates: tuple[float, ...] = (0.1, 0.33, 1.0, 3.0)  # times the three learning rates of the config
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 64)  # lengths of the passkey test, in units of the training length
     longest: tuple[int, ...] = (256, 1000)  # lengths for ggd_ssmax alone, likewise
     samples: int = 20  # prompts a length: depths of the passkey test, samples of RULER (first seed only)

@@ -58,11 +58,11 @@ def trainings(calls):
 def test_every_encoding_takes_its_best_rate_to_the_other_seeds(tmp_path, scripts):
     cfg = config(tmp_path, variants=("rope_ssmax", "nope"), seeds=(1, 2))
     S.study(cfg, TrainConfig(max_steps=5), 256)
-    first = [f"{v}_x{rate}_s1" for v in ("nope", "rope_ssmax") for rate in ("0.33", "1", "3")]
+    first = [f"{v}_x{rate}_s1" for v in ("nope", "rope_ssmax") for rate in ("0.1", "0.33", "1", "3")]
     assert trainings(scripts) == [*first, "nope_x0.33_s2", "rope_ssmax_x3_s2"]
     found = read_records(S.Path(cfg.records))
     losses = {(r["variant"], r["rate"], r["seed"]): r["chosen"] for r in found if r["metric"] == "training"}
-    assert len(losses) == 8 and sum(losses.values()) == 4 and losses["rope_ssmax", 3.0, 2]
+    assert len(losses) == 10 and sum(losses.values()) == 4 and losses["rope_ssmax", 3.0, 2]
     ruler = [words for script, *words in scripts if script == "eval_ruler.py"]
     assert len(ruler) == 1 and not any("_s2" in word for word in ruler[0]), "RULER with the first seed alone"
     passkey = [r for r in found if r["metric"] == "eval_passkey.py"]
@@ -72,7 +72,7 @@ def test_every_encoding_takes_its_best_rate_to_the_other_seeds(tmp_path, scripts
 
 def test_ablations_take_the_rate_of_the_full_method_and_one_seed(tmp_path, scripts):
     S.study(config(tmp_path, variants=("s_1", "ggd_ssmax"), seeds=(4, 5)), TrainConfig(max_steps=5), 256)
-    full = [f"ggd_ssmax_x{rate}_s4" for rate in ("0.33", "1", "3")]
+    full = [f"ggd_ssmax_x{rate}_s4" for rate in ("0.1", "0.33", "1", "3")]
     assert trainings(scripts) == [*full, "s_1_x1_s4", "ggd_ssmax_x1_s5"]
 
 
