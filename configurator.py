@@ -29,10 +29,10 @@ BOOLS = {"true": True, "1": True, "false": False, "0": False}
 HELP_WIDTH, HELP_COLUMN = 100, 32  # in characters; the meanings begin at HELP_COLUMN
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, status: int = 2) -> NoReturn:
     """End the program as a user's mistake does: one sentence on stderr, exit status 2."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def run(main: Callable[[], None]) -> None:

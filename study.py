@@ -28,7 +28,7 @@ from configurator import fail, user_errors
 from model import ModelConfig
 from records import fingerprint, read_records
 from shards import replacing
-from train import TrainConfig
+from train import DIVERGED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent
 PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
@@ -105,8 +105,8 @@ class Job(NamedTuple):
         return Path(cfg.out_dir) / f"{self.variant}_x{self.rate:g}_s{self.seed}"
 
 
-def call(script: str, *words: object) -> None:
-    """Run one of the scripts; its failure, or Ctrl-C in it, ends the study."""
+def call(script: str, *words: object) -> int:
+    """Run one of the scripts and return its status, 0 or train.py's DIVERGED; any other, or Ctrl-C, ends the study."""
     words = [script, *map(str, words)]
     print(f"\n$ python {shlex.join(words)}", flush=True)
     process, status = subprocess.Popen([sys.executable, str(ROOT / script), *words[1:]]), None
@@ -117,8 +117,9 @@ def call(script: str, *words: object) -> None:
             continue
     if status == 130:
         sys.exit(130)
-    if status:
+    if status not in (0, DIVERGED):
         fail(f"{script} ended with status {status}; see above, then start the study again: it goes on from here")
+    return status
 
 
 def options(cfg: StudyConfig, base: TrainConfig, job: Job) -> list[str]:
@@ -137,8 +138,8 @@ def log_of(cfg: StudyConfig, job: Job) -> list[dict]:
     return read_records(job.folder(cfg) / "log.jsonl")
 
 
-def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> None:
-    """Train, or go on where a training stopped; nothing if it is finished."""
+def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
+    """Train, or go on where a training stopped; nothing if it is finished. False if the loss diverged."""
     words, folder = [cfg.config, *options(cfg, base, job)], job.folder(cfg)
     step, log = 0, log_of(cfg, job)
     if (folder / "last.pt").exists():
@@ -150,11 +151,11 @@ def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> None:
         if saved["model_config"] != asdict(model) or any(saved["train_config"].get(k) != v for k, v in now.items()):
             fail(f"{folder} holds a run of other options; move it away, or choose another --out_dir")
         if step >= base.max_steps and log and log[-1]["step"] == step:
-            return
+            return True
     if not 0 < step < base.max_steps:  # nothing to go on from
         shutil.rmtree(folder, ignore_errors=True)
         step = 0
-    call("train.py", *words, *["--resume"] * (step > 0))
+    return call("train.py", *words, *["--resume"] * (step > 0)) != DIVERGED
 
 
 def final_loss(cfg: StudyConfig, job: Job) -> float:
@@ -226,14 +227,17 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
             if variant in ABLATIONS and seed != cfg.seeds[0]:
                 continue
             known = chosen.get(FULL if variant in ABLATIONS else variant)
-            tried = [Job(variant, rate, seed) for rate in ((known,) if known else cfg.rates)]
-            for job in tried:
-                train(cfg, base, job)
+            jobs_of = [Job(variant, rate, seed) for rate in ((known,) if known else cfg.rates)]
+            tried = [job for job in jobs_of if train(cfg, base, job)]
+            if not tried:
+                print(f"{variant} diverged at every rate with seed {seed}; it is left out")
+                continue
             best = min(tried, key=lambda job: final_loss(cfg, job))
             chosen[variant] = best.rate
             jobs |= {job: job == best for job in tried}
             runs.append(best.folder(cfg))
-        evaluate(cfg, runs, trained, first=seed == cfg.seeds[0])
+        if runs:
+            evaluate(cfg, runs, trained, first=seed == cfg.seeds[0])
         collect(cfg, jobs)
     print(f"\nrecords in {cfg.records}")
 

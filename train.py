@@ -36,6 +36,7 @@ from windows import Order, Validation, Windows, documents
 
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
+DIVERGED = 3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
 
 
 @dataclass
@@ -344,7 +345,9 @@ class Trainer:
         print(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all", flush=True)
         if self.skipped_in_a_row == PATIENCE:
             kept = f"{self.out / 'last.pt'} has step {self.kept}" if self.kept else "no checkpoint was written yet"
-            fail(f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates")
+            fail(
+                f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates", DIVERGED
+            )
 
     def log(self, record: dict) -> None:
         if self.processes.rank:

@@ -9,6 +9,7 @@ from checkpoint import save_checkpoint
 from records import append_record, read_records
 from train import TrainConfig
 
+DIVERGING = ("rope_x0.33_s1", "rope_x3_s1", "alibi_x1_s1", "alibi_x1_s2")
 BEST = {"nope": 0.33, "rope_ssmax": 3.0}  # elsewhere 1
 
 
@@ -27,6 +28,8 @@ def scripts(monkeypatch):
             return
         model, training = S.parse([word for word in words if word != "--resume"])
         folder = S.Path(training.out_dir)
+        if folder.name in DIVERGING:
+            return S.DIVERGED
         variant, rate = folder.name.split("_x")[0], float(folder.name.split("_x")[1].split("_s")[0])
         loss = abs(rate - BEST.get(variant, 1.0)) + 1
         vals = {name: 1.0 for name in ("val", "val_1x", "val_2x", "val_4x", "seconds")}
@@ -76,6 +79,22 @@ def test_ablations_take_the_rate_of_the_full_method_and_one_seed(tmp_path, scrip
     assert trainings(scripts) == [*full, "s_1_x1_s4", "ggd_ssmax_x1_s5"]
 
 
+def test_a_rate_that_diverges_is_not_chosen_and_the_study_goes_on(tmp_path, scripts):
+    S.study(
+        config(tmp_path, variants=("rope", "alibi"), seeds=(1, 2), rates=(0.33, 1.0, 3.0)),
+        TrainConfig(max_steps=5),
+        256,
+    )
+    assert trainings(scripts)[-2:] == ["rope_x1_s2", "alibi_x0.33_s2"]
+
+
+def test_an_encoding_that_diverges_at_every_rate_is_left_out(tmp_path, scripts, capsys):
+    cfg = config(tmp_path, variants=("alibi",), seeds=(1, 2), rates=(1.0,))
+    S.study(cfg, TrainConfig(max_steps=5), 256)
+    assert "alibi diverged at every rate with seed 2" in capsys.readouterr().out
+    assert not any(script.startswith("eval") for script, *_ in scripts) and not read_records(S.Path(cfg.records))
+
+
 def test_a_second_call_trains_nothing_and_keeps_one_record_a_cell(tmp_path, scripts):
     cfg = config(tmp_path, variants=("nope",), seeds=(1,))
     S.study(cfg, TrainConfig(max_steps=5), 256)
@@ -114,6 +133,7 @@ def test_a_script_is_waited_for_and_its_end_is_the_end(tmp_path, monkeypatch, ca
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[2]); sys.exit(int(sys.argv[1]))")
     S.call("script.py", 0, "two words")
     assert "$ python script.py 0 'two words'" in capfd.readouterr().out
+    assert S.call("script.py", S.DIVERGED, "") == S.DIVERGED
     for status, expected in ((130, 130), (1, 2)):
         with pytest.raises(SystemExit) as stopped:
             S.call("script.py", status, "")

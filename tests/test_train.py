@@ -390,7 +390,7 @@ def test_a_diverged_run_keeps_its_last_checkpoint(data, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         trainer(data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0, max_steps=40).loop()
     printed = capsys.readouterr()
-    assert stopped.value.code == 2 and "10 steps in a row" in printed.err and "no checkpoint is written" in printed.out
+    assert stopped.value.code == 3 and "10 steps in a row" in printed.err and "no checkpoint is written" in printed.out
     assert (tmp_path / "out/last.pt").read_bytes() == before
     log = (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in log]
