@@ -78,9 +78,11 @@ class TrainConfig:
         for name in ("learning_rate", "prior_lr", "ssmax_lr", "warmup_steps", "weight_decay", "grad_clip"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-        for name, top in (("beta1", 1), ("beta2", 1), ("min_lr_fraction", 1.01), ("seed", 2**63)):
+        for name, top in (("beta1", 1), ("beta2", 1), ("seed", 2**63)):
             if not 0 <= getattr(self, name) < top:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below {top}")
+        if not 0 <= self.min_lr_fraction <= 1:
+            raise ValueError(f"min_lr_fraction is {self.min_lr_fraction}; it must be from 0 to 1")
         if not self.out_dir or not self.data:
             raise ValueError("data and out_dir must name folders")
 

@@ -278,6 +278,7 @@ def main(monkeypatch, *arguments):
         (("--dtype=float16",), "float16"),
         (("--max_steps=0",), "at least 1"),
         (("--beta1=2",), "beta1"),
+        (("--min_lr_fraction=1.005",), "min_lr_fraction is 1.005; it must be from 0 to 1"),
         (("--device=meta",), "device meta"),
         (("--out_dir=",), "must name folders"),
     ],
