@@ -16,7 +16,7 @@ from matplotlib.ticker import LogFormatter
 from posteriors import panels, save
 from records import STYLES, read_records
 from shards import replacing
-from study import ABLATIONS, ENCODINGS, FULL, LABELS
+from study import ABLATIONS, ENCODINGS, FULL, LABELS, SSMAX
 
 ROOT = Path(__file__).resolve().parent
 TESTS = {  # of the passkey, in the order of the tables: filler and wording
@@ -94,16 +94,26 @@ def chosen(study: list[dict], variants: Iterable[str]) -> dict[str, list[dict]]:
     return {variant: trainings for variant, trainings in found.items() if trainings}
 
 
-def passkey_table(study: list[dict]) -> str:
-    """Every encoding: its rate, its loss, and the passkeys found by test and length."""
-    trainings, cells = chosen(study, ENCODINGS), passkey_cells(study, "variant")
-    tests = columns(cells, trainings)
+def passkeys(study: list[dict], what: str, labels: dict[str, str], asked: Iterable[str]) -> str:
+    """A row a variant, {variant: label}: its rate, its loss, and the passkeys found in the tests that `asked` have."""
+    trainings, cells = chosen(study, labels), passkey_cells(study, "variant")
+    tests = columns(cells, set(asked) & set(trainings))
     size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
-    rows = [["encoding", "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
+    rows = [[what, "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
     for variant, found in trainings.items():
-        about = [LABELS[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
+        about = [labels[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
         rows.append(about + [percents(cells[variant, test, n]) for test, n in tests])
     return markdown(rows)
+
+
+def passkey_table(study: list[dict]) -> str:
+    return passkeys(study, "encoding", LABELS, LABELS)
+
+
+def ablation_table(study: list[dict]) -> str:
+    """What the full method loses with one thing changed."""
+    labels = {FULL: "nothing changed"} | {variant: label for variant, (label, *_) in ABLATIONS.items()}
+    return passkeys(study, "changed", labels, ABLATIONS)
 
 
 def by_context(study: list[dict]) -> list[dict]:
@@ -149,22 +159,8 @@ def rates_table(study: list[dict]) -> str:
     rates = sorted({r["rate"] for r in trainings})
     rows = [["encoding", *(f"x{rate:g}" for rate in rates)]]
     for variant in chosen(study, ENCODINGS):
-        loss = {r["rate"]: f"{r['loss']:.2f}" for r in trainings if r["variant"] == variant}
+        loss = {r["rate"]: f"{r['loss']:.3f}" for r in trainings if r["variant"] == variant}
         rows.append([LABELS[variant], *(loss.get(rate, "") for rate in rates)])
-    return markdown(rows)
-
-
-def ablation_table(study: list[dict]) -> str:
-    """What the full method loses with one thing changed; first seed only."""
-    first = min(r["seed"] for r in study)
-    study = [r for r in study if r["seed"] == first]
-    labels = {FULL: "nothing changed"} | {variant: label for variant, (label, *_) in ABLATIONS.items()}
-    trainings, cells = chosen(study, labels), passkey_cells(study, "variant")
-    tests = columns(cells, set(trainings) - {FULL})
-    rows = [["changed", "loss", *(f"{test}{n:,}" for test, n in tests)]]
-    for variant, (training, *_) in trainings.items():
-        numbers = [counted(cells[variant, test, n]) for test, n in tests]
-        rows.append([labels[variant], f"{training['loss']:.2f}", *numbers])
     return markdown(rows)
 
 
@@ -208,17 +204,18 @@ def streaming_table(records: list[dict]) -> str:
 
 
 def curves(axis: Axes, points: dict[str, dict[int, list[float]]]) -> None:
-    """Mean over the seeds by length, a bar from the least to the most; SSMax's markers are filled."""
+    """Mean over the seeds by length and a dot a seed; a colour and marker an encoding, filled and solid with SSMax."""
     for i, (variant, values) in enumerate(points.items()):
         if not values:
             continue
         x, y = zip(*sorted(values.items()), strict=True)
-        mean = np.array([np.mean(v) for v in y])
-        bars = np.maximum(0, [mean - [min(v) for v in y], [max(v) for v in y] - mean])  # a mean is rounded
-        marker, line = STYLES[i // 2]
-        style = {"marker": marker, "linestyle": line, "color": f"C{i}", "fillstyle": "full" if i % 2 else "none"}
-        shift = 1.03 ** (i - len(points) / 2)  # so that bars at one length do not cover each other
-        axis.errorbar(np.array(x) * shift, mean, bars, capsize=2, label=LABELS[variant], **style)
+        x = np.array(x) * 1.03 ** (i - len(points) / 2)  # so that dots at one length do not cover each other
+        pe, ssmax = divmod(i, len(SSMAX))
+        style = {"linestyle": "-", "fillstyle": "full"} if ssmax else {"linestyle": "--", "fillstyle": "none"}
+        color, marker = f"C{pe}", STYLES[pe][0]
+        axis.plot(x, [np.mean(v) for v in y], color=color, marker=marker, label=LABELS[variant], **style)
+        dots = np.repeat(x, [len(v) for v in y]), np.concatenate(y)
+        axis.plot(*dots, linestyle="", color=color, marker=".", markersize=4, alpha=0.6)
 
 
 def by_length(records: Iterable[dict]) -> dict[str, dict[int, list[float]]]:
@@ -238,7 +235,7 @@ def passkey_picture(study: list[dict], default: list[dict], baselines: list[dict
         curves(axis, by_length(records))
         sizes = sorted({r["n"] for r in records if r["metric"] == "passkey"})
         n = " or ".join(map(str, (sizes[0], sizes[-1])[: len(sizes)]))
-        axis.set(ylabel="passkeys found (%)", title=f"{title}: n = {n} a seed, bars: worst to best seed")
+        axis.set(ylabel="passkeys found (%)", title=f"{title}: mean, and a dot a training seed (n = {n})")
         axis.title.set_fontsize(10)
         length_axis(axis, default[0]["training_length"])
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8, handlelength=4)
@@ -250,7 +247,7 @@ def perplexity_picture(study: list[dict]) -> Figure:
     figure, axes = panels(1, 1, 9, 4.5)
     curves(axes[0, 0], perplexities(study))
     targets = min((r["n"] for r in by_context(study)), default=0)
-    title = f"the same {targets:,} bytes after more or less text; bars: lowest to highest training seed"
+    title = f"the same {targets:,} bytes after more or less text; mean, and a dot a training seed"
     axes[0, 0].set(yscale="log", ylabel="perplexity per byte")
     axes[0, 0].set_title(title, fontsize=10)
     axes[0, 0].yaxis.set_major_formatter(LogFormatter())

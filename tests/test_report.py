@@ -62,10 +62,10 @@ def test_passkey_table():
 def test_other_tables_of_the_study():
     assert R.perplexity_table(STUDY).splitlines()[2:] == ["| RoPE | 4.25 |", "| GGD-BAM, SSMax | 4.50 [4.00, 5.00] |"]
     assert R.ruler_table(STUDY).splitlines()[-1] == "| GGD-BAM, SSMax | 50 / 50 |"
-    assert R.rates_table(STUDY).splitlines()[2:] == ["| RoPE |  | 2.00 |", "| GGD-BAM, SSMax | 1.50 | 1.80 |"]
+    assert R.rates_table(STUDY).splitlines()[2:] == ["| RoPE |  | 2.000 |", "| GGD-BAM, SSMax | 1.500 | 1.800 |"]
     assert R.ablation_table(STUDY).splitlines()[2:] == [
-        "| nothing changed | 1.50 | 20 [90, 110] |",
-        "| s = 1 at the start (the paper) | 1.70 | 5 [15, 35] |",
+        "| nothing changed | 2 | x1 | 1.55 [1.50, 1.60] | 100 |",
+        "| s = 1 at the start (the paper) | 1 | x1 | 1.70 | 25 |",
     ]
 
 
@@ -117,12 +117,12 @@ def test_tables_go_between_their_lines_and_nothing_else_changes():
 def test_the_pictures_show_the_numbers_of_the_tables():
     about = {"training_length": 256, "model_config": {"pe": "ggd", "ssmax": True}}
     left, right = R.passkey_picture(STUDY, [passkey("", 0, 256, 19) | about], []).axes
-    rope, full = left.containers
-    assert [c.get_label() for c in left.containers] == ["RoPE", "GGD-BAM, SSMax"]
-    assert right.containers[0].lines[0].get_ydata().tolist() == [95]
-    assert rope.lines[0].get_ydata().tolist() == [95, 0] and full.lines[0].get_ydata().tolist() == [100, 92.5]
-    assert full.lines[2][0].get_segments()[1][:, 1].tolist() == [85, 100]
-    assert R.perplexity_picture(STUDY).axes[0].containers[1].lines[0].get_ydata().tolist() == [4.5]
+    rope, _, full, seeds, *_ = left.lines
+    assert [rope.get_label(), full.get_label()] == ["RoPE", "GGD-BAM, SSMax"]
+    assert right.lines[0].get_ydata().tolist() == [95]
+    assert rope.get_ydata().tolist() == [95, 0] and full.get_ydata().tolist() == [100, 92.5]
+    assert seeds.get_ydata().tolist() == [100, 100, 100, 85]
+    assert R.perplexity_picture(STUDY).axes[0].lines[2].get_ydata().tolist() == [4.5]
 
 
 def test_the_readme_has_what_its_records_say():
