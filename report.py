@@ -16,9 +16,10 @@ from matplotlib.ticker import LogFormatter
 from posteriors import panels, save
 from records import STYLES, read_records
 from shards import replacing
-from study import ABLATIONS, ENCODINGS, FULL, LABELS, SSMAX
+from study import ABLATIONS, FULL, LABELS, SSMAX, UNIFORM
 
 ROOT = Path(__file__).resolve().parent
+ROWS = LABELS | {UNIFORM: f"{LABELS[FULL]}, uniform start"}  # of the tables, and curves of the pictures
 TESTS = {  # of the passkey, in the order of the tables: filler and wording
     "": ("passkey", "passkey"),
     "unseen filler, ": ("unseen", "passkey"),
@@ -44,11 +45,6 @@ def columns(cells: dict, rows: Iterable) -> list[tuple[str, int]]:
     """The tests and lengths that a table of these rows has, as columns in order."""
     rows, order = set(rows), list(TESTS)
     return sorted({(test, n) for row, test, n in cells if row in rows}, key=lambda c: (order.index(c[0]), c[1]))
-
-
-def encoding(record: dict) -> str:
-    """The variant, such as ggd_ssmax, of a record with a model_config."""
-    return record["model_config"]["pe"] + "_ssmax" * record["model_config"]["ssmax"]
 
 
 def multiple(n: int, trained: int) -> str:
@@ -101,13 +97,13 @@ def passkeys(study: list[dict], what: str, labels: dict[str, str], asked: Iterab
     size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
     rows = [[what, "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
     for variant, found in trainings.items():
-        about = [labels[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
-        rows.append(about + [percents(cells[variant, test, n]) for test, n in tests])
+        row = [labels[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
+        rows.append(row + [percents(cells[variant, test, n]) for test, n in tests])
     return markdown(rows)
 
 
 def passkey_table(study: list[dict]) -> str:
-    return passkeys(study, "encoding", LABELS, LABELS)
+    return passkeys(study, "encoding", ROWS, ROWS)
 
 
 def ablation_table(study: list[dict]) -> str:
@@ -116,16 +112,12 @@ def ablation_table(study: list[dict]) -> str:
     return passkeys(study, "changed", labels, ABLATIONS)
 
 
-def by_context(study: list[dict]) -> list[dict]:
-    """The records of perplexity at one context, of the encodings."""
-    return [r for r in study if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in LABELS]
-
-
 def perplexities(study: list[dict]) -> dict[str, dict[int, list[float]]]:
-    """{variant: {context: perplexities, one a training seed}}."""
-    points: dict = {variant: defaultdict(list) for variant in LABELS}
-    for r in by_context(study):
-        points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
+    """{variant: {context: perplexities, one a training seed}}, of the encodings."""
+    points: dict = {variant: defaultdict(list) for variant in ROWS}
+    for r in study:
+        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in ROWS:
+            points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
     return points
 
 
@@ -133,22 +125,20 @@ def perplexity_table(study: list[dict]) -> str:
     points = perplexities(study)
     contexts = sorted({n for found in points.values() for n in found})
     rows = [["encoding", *(f"context {n:,}" for n in contexts)]]
-    for variant in chosen(study, ENCODINGS):
-        rows.append([LABELS[variant], *(spread(points[variant].get(n, []), 2) for n in contexts)])
+    for variant in chosen(study, ROWS):
+        rows.append([ROWS[variant], *(spread(points[variant].get(n, []), 2) for n in contexts)])
     return markdown(rows)
 
 
 def ruler_table(study: list[dict]) -> str:
-    trainings = chosen(study, ENCODINGS)
+    trainings = chosen(study, ROWS)
     found = [r for r in study if r["metric"] == "ruler" and r["n"]]
     lengths = sorted({r["length"] for r in found})
     rows = [["encoding", *(f"{n:,}" for n in lengths)]]
     for variant in trainings:
         cells = [[r for r in found if (r["variant"], r["length"]) == (variant, n)] for n in lengths]
         right = [spread([100 * r["tokens_right"] for r in cell]) for cell in cells]
-        rows.append(
-            [LABELS[variant], *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True))]
-        )
+        rows.append([ROWS[variant], *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True))])
     return markdown(rows)
 
 
@@ -158,9 +148,9 @@ def rates_table(study: list[dict]) -> str:
     trainings = [r for r in study if r["metric"] == "training" and r["seed"] == first]
     rates = sorted({r["rate"] for r in trainings})
     rows = [["encoding", *(f"x{rate:g}" for rate in rates)]]
-    for variant in chosen(study, ENCODINGS):
+    for variant in chosen(study, LABELS):
         loss = {r["rate"]: f"{r['loss']:.3f}" for r in trainings if r["variant"] == variant}
-        rows.append([LABELS[variant], *(loss.get(rate, "") for rate in rates)])
+        rows.append([ROWS[variant], *(loss.get(rate, "") for rate in rates)])
     return markdown(rows)
 
 
@@ -176,15 +166,6 @@ def default_table(records: list[dict]) -> str:
     rows = [["training seed", *(test + multiple(n, size) for test, n in tests)]]
     rows.append(["n", *(max(r["n"] for seed in seeds for r in cells[seed, test, n]) for test, n in tests)])
     return markdown(rows + [[seed, *(counted(cells[seed, test, n]) for test, n in tests)] for seed in seeds])
-
-
-def baselines_table(records: list[dict]) -> str:
-    """The other encodings with more training: right answers with the interval of their share."""
-    cells = passkey_cells([r | {"variant": encoding(r)} for r in records], "variant")
-    names = [variant for variant in LABELS if any(name == variant for name, _, _ in cells)]
-    tests, size = columns(cells, names), records[0]["training_length"]
-    rows = [["encoding", *(test + multiple(n, size) for test, n in tests)]]
-    return markdown(rows + [[LABELS[name], *(counted(cells[name, test, n]) for test, n in tests)] for name in names])
 
 
 def streaming_table(records: list[dict]) -> str:
@@ -210,68 +191,83 @@ def curves(axis: Axes, points: dict[str, dict[int, list[float]]]) -> None:
             continue
         x, y = zip(*sorted(values.items()), strict=True)
         x = np.array(x) * 1.03 ** (i - len(points) / 2)  # so that dots at one length do not cover each other
-        pe, ssmax = divmod(i, len(SSMAX))
-        style = {"linestyle": "-", "fillstyle": "full"} if ssmax else {"linestyle": "--", "fillstyle": "none"}
-        color, marker = f"C{pe}", STYLES[pe][0]
-        axis.plot(x, [np.mean(v) for v in y], color=color, marker=marker, label=LABELS[variant], **style)
+        plain = {"linestyle": "--", "fillstyle": "none"}
+        style = {"linestyle": "-", "fillstyle": "full"} if "SSMax" in ROWS[variant] else plain
+        color, marker = f"C{i // len(SSMAX)}", STYLES[i // len(SSMAX)][0]
+        axis.plot(x, [np.mean(v) for v in y], color=color, marker=marker, label=ROWS[variant], **style)
         dots = np.repeat(x, [len(v) for v in y]), np.concatenate(y)
         axis.plot(*dots, linestyle="", color=color, marker=".", markersize=4, alpha=0.6)
 
 
 def by_length(records: Iterable[dict]) -> dict[str, dict[int, list[float]]]:
     """{variant: {length: percent of passkeys found, one number a training seed}}, of the plain passkey test."""
-    points: dict = {variant: {} for variant in LABELS}
+    points: dict = {variant: {} for variant in ROWS}
     for (variant, test, n), found in passkey_cells(records, "variant").items():
         if variant in points and not test:
             points[variant][n] = [100 * r["correct"] / r["n"] for r in found]
     return points
 
 
-def passkey_picture(study: list[dict], default: list[dict], baselines: list[dict]) -> Figure:
-    """Front page: the share of passkeys found by length; the study, and what more training gives."""
-    figure, axes = panels(1, 2, 6, 4.5, sharey=True)
-    longer = [r | {"variant": encoding(r)} for r in default + baselines]
-    for axis, records, title in ((axes[0, 0], study, "the study"), (axes[0, 1], longer, "more training")):
-        curves(axis, by_length(records))
-        sizes = sorted({r["n"] for r in records if r["metric"] == "passkey"})
-        n = " or ".join(map(str, (sizes[0], sizes[-1])[: len(sizes)]))
-        axis.set(ylabel="passkeys found (%)", title=f"{title}: mean, and a dot a training seed (n = {n})")
-        axis.title.set_fontsize(10)
-        length_axis(axis, default[0]["training_length"])
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8, handlelength=4)
-    return figure
+def passkey_picture(studies: list[list[dict]]) -> Figure:
+    """Front page: the share of passkeys found by length; a panel a study."""
+    figure, axes = panels(1, len(studies), 6, 4.5, sharey=True)
+    for axis, study in zip(axes[0], studies, strict=True):
+        curves(axis, by_length(study))
+        n = max(r["n"] for r in study if r["metric"] == "passkey")
+        axis.set(ylabel="passkeys found (%)", title=f"{about(study)}, n = {n}")
+        length_axis(axis, study, "length in bytes")
+    return legend(figure)
 
 
-def perplexity_picture(study: list[dict]) -> Figure:
-    """Front page: perplexity of the same targets by context, every encoding."""
-    figure, axes = panels(1, 1, 9, 4.5)
-    curves(axes[0, 0], perplexities(study))
-    targets = min((r["n"] for r in by_context(study)), default=0)
-    title = f"the same {targets:,} bytes after more or less text; mean, and a dot a training seed"
-    axes[0, 0].set(yscale="log", ylabel="perplexity per byte")
-    axes[0, 0].set_title(title, fontsize=10)
-    axes[0, 0].yaxis.set_major_formatter(LogFormatter())
-    axes[0, 0].yaxis.set_minor_formatter(LogFormatter())
-    length_axis(axes[0, 0], next(r for r in study if r["metric"] == "training")["model_config"]["block_size"])
-    figure.legend(loc="outside right center", fontsize=8, handlelength=4)
-    return figure
+def perplexity_picture(studies: list[list[dict]]) -> Figure:
+    """Front page: perplexity of the same targets by context; a panel a study."""
+    figure, axes = panels(1, len(studies), 6, 4.5, sharey=True)
+    for axis, study in zip(axes[0], studies, strict=True):
+        curves(axis, perplexities(study))
+        axis.set(yscale="log", ylabel="perplexity per byte", title=about(study))
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter())
+        length_axis(axis, study, "context in bytes")
+    return legend(figure)
 
 
-def length_axis(axis: Axes, trained: int) -> None:
+def about(study: list[dict]) -> str:
+    """A panel's title: how much its models have read, and what its dots are."""
+    trainings = chosen(study, ROWS).values()
+    first, seeds = next(iter(trainings))[0], sorted({len(found) for found in trainings})
+    read = first["step"] * first["train_config"]["tokens_per_step"] / 1e6
+    span = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+    return f"{read:.1f}M bytes of training\nmean, and a dot a training seed (of {span})"
+
+
+def length_axis(axis: Axes, study: list[dict], label: str) -> None:
+    trained = next(r for r in study if r["metric"] == "training")["model_config"]["block_size"]
+    axis.title.set_fontsize(10)
     axis.axvline(trained, color="grey", linewidth=1)
-    axis.set(xscale="log", xlabel=f"length in bytes (grey: the training length, {trained})")
+    axis.set(xscale="log", xlabel=f"{label} (grey: the training length, {trained})")
     ticks = [trained * 4**k for k in range(9) if trained * 4**k < 1.3 * axis.get_xlim()[1]]
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
     axis.xaxis.minorticks_off()
 
 
+def legend(figure: Figure) -> Figure:
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, handlelength=4)
+    return figure
+
+
 # README --------------------------------------------------------------------------------------------------------------
 
-SOURCES: dict[str, tuple[Callable[[list[dict]], str], ...]] = {
-    "study.jsonl": (passkey_table, rates_table, perplexity_table, ruler_table, ablation_table),
-    "passkey_cpu.jsonl": (default_table,),
-    "baselines_cpu.jsonl": (baselines_table,),
-    "streaming_cpu.jsonl": (streaming_table,),
+SOURCES: dict[str, dict[str, Callable[[list[dict]], str]]] = {  # {file in results/: {table's name: its maker}}
+    "study.jsonl": {
+        "passkey_table": passkey_table,
+        "rates_table": rates_table,
+        "perplexity_table": perplexity_table,
+        "ruler_table": ruler_table,
+        "ablation_table": ablation_table,
+    },
+    "study_long.jsonl": {"long_passkey_table": passkey_table, "long_perplexity_table": perplexity_table},
+    "passkey_cpu.jsonl": {"default_table": default_table},
+    "streaming_cpu.jsonl": {"streaming_table": streaming_table},
 }
 
 
@@ -291,7 +287,7 @@ def tables(root: Path) -> dict[str, str]:
     for name, makers in SOURCES.items():
         if not (records := read_records(root / "results" / name)):
             raise ValueError(f"{root / 'results' / name} has no records; run the evaluations first")
-        found |= {make.__name__: make(records) for make in makers}
+        found |= {table: make(records) for table, make in makers.items()}
     return found
 
 
@@ -300,9 +296,9 @@ def write(root: Path = ROOT) -> None:
     sentence, if a file is missing; README.md is then what it was."""
     made, results = tables(root), root / "results"
     text = filled((root / "README.md").read_text(encoding="utf-8"), made)
-    study, default, baselines, _ = (read_records(results / name) for name in SOURCES)
-    save(passkey_picture(study, default, baselines), results, "study_passkey.png")
-    save(perplexity_picture(study), results, "study_perplexity.png")
+    studies = [read_records(results / name) for name in ("study.jsonl", "study_long.jsonl")]
+    save(passkey_picture(studies), results, "study_passkey.png")
+    save(perplexity_picture(studies), results, "study_perplexity.png")
     with replacing(root / "README.md") as file:
         file.write(text.encode())
     print(f"wrote {len(made)} tables into {root / 'README.md'}")

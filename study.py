@@ -1,6 +1,6 @@
 """The laptop study: ten encodings, three seeds, each at the best of the same four learning rates, and ablations.
 
-python study.py                                        # an hour and a half on two cores; the same command goes on
+python study.py                                        # two and a half hours on two cores; goes on where it stopped
 python study.py --seeds=1 --variants=rope,ggd_ssmax    # a part of it
 python study.py --records=results/study.jsonl && python plot_priors.py --readme    # into the README
 
@@ -38,8 +38,9 @@ ENCODINGS = {
     f"{pe}{ending}": (f"--pe={pe}", f"--ssmax={'true' if ending else 'false'}") for pe in PES for ending in SSMAX
 }
 FULL = "ggd_ssmax"  # the paper's method, about which the ablations change something
+UNIFORM = "start_uniform"  # the same from the paper's start
 ABLATIONS = {  # what, and how; at the full method's rate
-    "start_uniform": ("every head starts uniform, theta = 0 (the paper)", "--theta_alpha=0", "--theta_beta=0"),
+    UNIFORM: ("every head starts uniform, theta = 0 (the paper)", "--theta_alpha=0", "--theta_beta=0"),
     "start_global": (
         "two of four heads start anti-local in every layer",
         "--theta_alpha=-3.24,-16.64,0,0",
@@ -79,7 +80,7 @@ class StudyConfig:
     seeds: tuple[int, ...] = (1, 2, 3)  # of the trainings
     rates: tuple[float, ...] = (0.1, 0.33, 1.0, 3.0)  # times the three learning rates of the config
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 64)  # lengths of the passkey test, in units of the training length
-    longest: tuple[int, ...] = (256, 1000)  # lengths for ggd_ssmax alone, likewise
+    longest: tuple[int, ...] = (256, 1000)  # lengths for ggd_ssmax and start_uniform alone, likewise
     samples: int = 20  # prompts a length: depths of the passkey test, samples of RULER (first seed only)
     out_dir: str = "out/study"  # folder of all runs
     records: str = "out/study/study.jsonl"  # all that was found; results/study.jsonl is what the README shows
@@ -186,8 +187,8 @@ def evaluate(cfg: StudyConfig, runs: list[Path], trained: int, first: bool) -> N
     if first:
         ruler = ("--tasks=niah_single_1", f"--samples={cfg.samples}", lengths((4, 8, 16)))
         call("eval_ruler.py", *runs, *ruler, "--resume")
-    if cfg.longest and (full := [run for run in runs if run.name.startswith(f"{FULL}_x")]):
-        call("eval_passkey.py", *full, lengths(cfg.longest), depths, "--resume")
+    if cfg.longest and (far := [run for run in runs if run.name.startswith((f"{FULL}_x", f"{UNIFORM}_x"))]):
+        call("eval_passkey.py", *far, lengths(cfg.longest), depths, "--resume")
 
 
 def asked(cfg: StudyConfig, record: dict, weights: str) -> bool:

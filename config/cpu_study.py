@@ -1,5 +1,5 @@
 # One training of the laptop study (study.py): the quick start's model and data on a smaller budget, since there are
-# more than fifty of them. 558,244 parameters; 800 steps x 2,048 = 1.6M bytes; about a minute each on two CPU cores.
+# ninety of them. 558,244 parameters; 800 steps x 2,048 = 1.6M bytes; about a minute each on two CPU cores.
 base = "ggd_bam_cpu.py"
 out_dir = "out/cpu_study"
 

@@ -31,7 +31,7 @@ ssmax_init = 0.18  # 1 / ln(256): about as sharp as plain softmax at the end of 
 theta_alpha = (-3.24, -8.79, -12.88, -16.64) * 2 + (-3.24, -16.64, 0.0, 0.0)  # -beta ln(alpha) for the windows
 theta_beta = (8.0,) * 8 + (8.0, 8.0, -1.0, -2.0)
 
-# training: small steps rather than few; it takes some hundred until a model begins to retrieve, whatever their size
+# training: small steps rather than few; a model begins to retrieve after some hundred steps, whatever their size
 batch_size = 16
 tokens_per_step = 16 * 256
 max_steps = 1600

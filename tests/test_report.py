@@ -4,7 +4,7 @@ import pytest
 
 import report as R
 
-SIZE = {"model_config": {"block_size": 256}}
+SIZE = {"model_config": {"block_size": 256}, "step": 800, "train_config": {"tokens_per_step": 2048}}
 
 
 def training(variant, seed, loss, rate=1.0, chosen=True):
@@ -69,6 +69,12 @@ def test_other_tables_of_the_study():
     ]
 
 
+def test_the_papers_start_has_the_last_row():
+    study = [training("start_uniform", 1, 2.5), *STUDY, passkey("start_uniform", 1, 256, 1)]
+    labels = [row.split(" | ")[0][2:] for row in R.passkey_table(study).splitlines()[2:]]
+    assert labels == ["RoPE", "GGD-BAM, SSMax", "GGD-BAM, SSMax, uniform start"]
+
+
 def test_default_table_has_a_row_a_seed_and_the_n_of_every_column():
     records = [passkey("", 0, 256, 20), passkey("", 0, 256, 18), passkey("", 0, 1024, 3, "unseen", "reworded")]
     for record, seed in zip(records, (1, 2, 1), strict=True):
@@ -79,18 +85,6 @@ def test_default_table_has_a_row_a_seed_and_the_n_of_every_column():
         "| n | 20 | 20 |",
         "| 1 | 20 [90, 110] | 3 [5, 25] |",
         "| 2 | 18 [80, 100] |  |",
-    ]
-
-
-def test_baselines_table_has_the_encodings_in_order():
-    records = [passkey("", 0, 256, 20), passkey("", 0, 512, 3), passkey("", 0, 256, 0)]
-    for record, (pe, ssmax) in zip(records, (("rope", True), ("rope", True), ("nope", False)), strict=True):
-        record |= {"model_config": {"pe": pe, "ssmax": ssmax}, "training_length": 256}
-    assert R.baselines_table(records).splitlines() == [
-        "| encoding | 256 (1x) | 512 (2x) |",
-        "| --- | --- | --- |",
-        "| NoPE | 0 [-10, 10] |  |",
-        "| RoPE, SSMax | 20 [90, 110] | 3 [5, 25] |",
     ]
 
 
@@ -115,14 +109,15 @@ def test_tables_go_between_their_lines_and_nothing_else_changes():
 
 
 def test_the_pictures_show_the_numbers_of_the_tables():
-    about = {"training_length": 256, "model_config": {"pe": "ggd", "ssmax": True}}
-    left, right = R.passkey_picture(STUDY, [passkey("", 0, 256, 19) | about], []).axes
+    left, right = R.passkey_picture([STUDY, [training("nope", 1, 2.0), passkey("nope", 1, 256, 19)]]).axes
     rope, _, full, seeds, *_ = left.lines
     assert [rope.get_label(), full.get_label()] == ["RoPE", "GGD-BAM, SSMax"]
     assert right.lines[0].get_ydata().tolist() == [95]
+    assert left.get_title() == "1.6M bytes of training\nmean, and a dot a training seed (of 1 to 2), n = 20"
+    assert right.get_title() == "1.6M bytes of training\nmean, and a dot a training seed (of 1), n = 20"
     assert rope.get_ydata().tolist() == [95, 0] and full.get_ydata().tolist() == [100, 92.5]
     assert seeds.get_ydata().tolist() == [100, 100, 100, 85]
-    assert R.perplexity_picture(STUDY).axes[0].lines[2].get_ydata().tolist() == [4.5]
+    assert R.perplexity_picture([STUDY]).axes[0].lines[2].get_ydata().tolist() == [4.5]
 
 
 def test_the_readme_has_what_its_records_say():
