@@ -16,10 +16,9 @@ from matplotlib.ticker import LogFormatter
 from posteriors import panels, save
 from records import STYLES, read_records
 from shards import replacing
-from study import ABLATIONS, FULL, LABELS, SSMAX, UNIFORM
+from study import ABLATIONS, FULL, LABELS, SSMAX
 
 ROOT = Path(__file__).resolve().parent
-ROWS = LABELS | {UNIFORM: f"{LABELS[FULL]}, uniform start"}  # of the tables, and curves of the pictures
 TESTS = {  # of the passkey, in the order of the tables: filler and wording
     "": ("passkey", "passkey"),
     "unseen filler, ": ("unseen", "passkey"),
@@ -90,33 +89,37 @@ def chosen(study: list[dict], variants: Iterable[str]) -> dict[str, list[dict]]:
     return {variant: trainings for variant, trainings in found.items() if trainings}
 
 
-def passkeys(study: list[dict], what: str, labels: dict[str, str], asked: Iterable[str]) -> str:
-    """A row a variant, {variant: label}: its rate, its loss, and the passkeys found in the tests that `asked` have."""
-    trainings, cells = chosen(study, labels), passkey_cells(study, "variant")
-    tests = columns(cells, set(asked) & set(trainings))
+def passkey_table(study: list[dict]) -> str:
+    """Every encoding: its rate, its loss, and the passkeys found by test and length."""
+    trainings, cells = chosen(study, LABELS), passkey_cells(study, "variant")
+    tests = columns(cells, trainings)
     size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
-    rows = [[what, "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
+    rows = [["encoding", "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
     for variant, found in trainings.items():
-        row = [labels[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
+        row = [LABELS[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
         rows.append(row + [percents(cells[variant, test, n]) for test, n in tests])
     return markdown(rows)
 
 
-def passkey_table(study: list[dict]) -> str:
-    return passkeys(study, "encoding", ROWS, ROWS)
-
-
 def ablation_table(study: list[dict]) -> str:
-    """What the full method loses with one thing changed."""
+    """What the full method loses with one thing changed; first seed only."""
+    first = min(r["seed"] for r in study)
+    study = [r for r in study if r["seed"] == first]
     labels = {FULL: "nothing changed"} | {variant: label for variant, (label, *_) in ABLATIONS.items()}
-    return passkeys(study, "changed", labels, ABLATIONS)
+    trainings, cells = chosen(study, labels), passkey_cells(study, "variant")
+    tests = columns(cells, set(trainings) - {FULL})
+    rows = [["changed", "loss", *(f"{test}{n:,}" for test, n in tests)]]
+    for variant, (training, *_) in trainings.items():
+        numbers = [counted(cells[variant, test, n]) for test, n in tests]
+        rows.append([labels[variant], f"{training['loss']:.2f}", *numbers])
+    return markdown(rows)
 
 
 def perplexities(study: list[dict]) -> dict[str, dict[int, list[float]]]:
     """{variant: {context: perplexities, one a training seed}}, of the encodings."""
-    points: dict = {variant: defaultdict(list) for variant in ROWS}
+    points: dict = {variant: defaultdict(list) for variant in LABELS}
     for r in study:
-        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in ROWS:
+        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in LABELS:
             points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
     return points
 
@@ -125,20 +128,22 @@ def perplexity_table(study: list[dict]) -> str:
     points = perplexities(study)
     contexts = sorted({n for found in points.values() for n in found})
     rows = [["encoding", *(f"context {n:,}" for n in contexts)]]
-    for variant in chosen(study, ROWS):
-        rows.append([ROWS[variant], *(spread(points[variant].get(n, []), 2) for n in contexts)])
+    for variant in chosen(study, LABELS):
+        rows.append([LABELS[variant], *(spread(points[variant].get(n, []), 2) for n in contexts)])
     return markdown(rows)
 
 
 def ruler_table(study: list[dict]) -> str:
-    trainings = chosen(study, ROWS)
+    trainings = chosen(study, LABELS)
     found = [r for r in study if r["metric"] == "ruler" and r["n"]]
     lengths = sorted({r["length"] for r in found})
     rows = [["encoding", *(f"{n:,}" for n in lengths)]]
     for variant in trainings:
         cells = [[r for r in found if (r["variant"], r["length"]) == (variant, n)] for n in lengths]
         right = [spread([100 * r["tokens_right"] for r in cell]) for cell in cells]
-        rows.append([ROWS[variant], *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True))])
+        rows.append(
+            [LABELS[variant], *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True))]
+        )
     return markdown(rows)
 
 
@@ -150,7 +155,7 @@ def rates_table(study: list[dict]) -> str:
     rows = [["encoding", *(f"x{rate:g}" for rate in rates)]]
     for variant in chosen(study, LABELS):
         loss = {r["rate"]: f"{r['loss']:.3f}" for r in trainings if r["variant"] == variant}
-        rows.append([ROWS[variant], *(loss.get(rate, "") for rate in rates)])
+        rows.append([LABELS[variant], *(loss.get(rate, "") for rate in rates)])
     return markdown(rows)
 
 
@@ -192,16 +197,16 @@ def curves(axis: Axes, points: dict[str, dict[int, list[float]]]) -> None:
         x, y = zip(*sorted(values.items()), strict=True)
         x = np.array(x) * 1.03 ** (i - len(points) / 2)  # so that dots at one length do not cover each other
         plain = {"linestyle": "--", "fillstyle": "none"}
-        style = {"linestyle": "-", "fillstyle": "full"} if "SSMax" in ROWS[variant] else plain
+        style = {"linestyle": "-", "fillstyle": "full"} if "SSMax" in LABELS[variant] else plain
         color, marker = f"C{i // len(SSMAX)}", STYLES[i // len(SSMAX)][0]
-        axis.plot(x, [np.mean(v) for v in y], color=color, marker=marker, label=ROWS[variant], **style)
+        axis.plot(x, [np.mean(v) for v in y], color=color, marker=marker, label=LABELS[variant], **style)
         dots = np.repeat(x, [len(v) for v in y]), np.concatenate(y)
         axis.plot(*dots, linestyle="", color=color, marker=".", markersize=4, alpha=0.6)
 
 
 def by_length(records: Iterable[dict]) -> dict[str, dict[int, list[float]]]:
     """{variant: {length: percent of passkeys found, one number a training seed}}, of the plain passkey test."""
-    points: dict = {variant: {} for variant in ROWS}
+    points: dict = {variant: {} for variant in LABELS}
     for (variant, test, n), found in passkey_cells(records, "variant").items():
         if variant in points and not test:
             points[variant][n] = [100 * r["correct"] / r["n"] for r in found]
@@ -233,7 +238,7 @@ def perplexity_picture(studies: list[list[dict]]) -> Figure:
 
 def about(study: list[dict]) -> str:
     """A panel's title: how much its models have read, and what its dots are."""
-    trainings = chosen(study, ROWS).values()
+    trainings = chosen(study, LABELS).values()
     first, seeds = next(iter(trainings))[0], sorted({len(found) for found in trainings})
     read = first["step"] * first["train_config"]["tokens_per_step"] / 1e6
     span = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))

@@ -64,8 +64,8 @@ def test_other_tables_of_the_study():
     assert R.ruler_table(STUDY).splitlines()[-1] == "| GGD-BAM, SSMax | 50 / 50 |"
     assert R.rates_table(STUDY).splitlines()[2:] == ["| RoPE |  | 2.000 |", "| GGD-BAM, SSMax | 1.500 | 1.800 |"]
     assert R.ablation_table(STUDY).splitlines()[2:] == [
-        "| nothing changed | 2 | x1 | 1.55 [1.50, 1.60] | 100 |",
-        "| s = 1 at the start (the paper) | 1 | x1 | 1.70 | 25 |",
+        "| nothing changed | 1.50 | 20 [90, 110] |",
+        "| s = 1 at the start (the paper) | 1.70 | 5 [15, 35] |",
     ]
 
 
