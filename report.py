@@ -272,6 +272,7 @@ SOURCES: dict[str, dict[str, Callable[[list[dict]], str]]] = {  # {file in resul
     },
     "study_long.jsonl": {"long_passkey_table": passkey_table, "long_perplexity_table": perplexity_table},
     "passkey_cpu.jsonl": {"default_table": default_table},
+    "passkey_uniform_cpu.jsonl": {"uniform_table": default_table},
     "streaming_cpu.jsonl": {"streaming_table": streaming_table},
 }
 
