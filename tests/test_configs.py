@@ -14,6 +14,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "config"
 PARAMETERS = {  # in all, in the prior, in s
     "ggd_bam_cpu": (558_244, 24, 12),
     "cpu_study": (558_244, 24, 12),
+    "cpu_study_long": (558_244, 24, 12),
     "ggd_bam_120m": (109_432_128, 384, 192),
     "nope_120m": (109_431_552, 0, 0),
     "sinusoidal_120m": (109_431_552, 0, 0),
