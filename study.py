@@ -1,6 +1,6 @@
 """The laptop study: ten encodings and the paper's start, three seeds, the best of four learning rates, and ablations.
 
-python study.py                                        # two and a half hours on two cores; goes on where it stopped
+python study.py                                        # some two hours on two cores; goes on where it stopped
 python study.py --seeds=1 --variants=rope,ggd_ssmax    # a part of it
 python study.py --records=results/study.jsonl && python plot_priors.py --readme    # into the README
 

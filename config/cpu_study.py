@@ -1,5 +1,5 @@
 # One training of the laptop study (study.py): the quick start's model and data on a smaller budget, since there are
-# ninety of them. 558,244 parameters; 800 steps x 2,048 = 1.6M bytes; about a minute each on two CPU cores.
+# over seventy of them. 558,244 parameters; 800 steps x 2,048 = 1.6M bytes; about a minute each on two CPU cores.
 base = "ggd_bam_cpu.py"
 out_dir = "out/cpu_study"
 
