@@ -88,7 +88,7 @@ def cases(cfg: BenchConfig, cuda: bool) -> list[Case]:
     return [plain, *rows, plain]
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: None, mask: Tensor) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: None, layout: M.Layout) -> Tensor:
     """In the place of `model.reference_attention`: torch's causal attention, which knows no prior."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
 

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 EPSILON = 1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
 DECISIVE = 1e4  # nats that silence a key, or all others, whatever the content says
-MAX_EXPONENT = 40.0  # exp(40) nats silences a key; gradients, their norm and the product with s ln n stay finite
+MAX_EXPONENT = 30.0  # a key e^30 nats down is silent; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
 CPU_SCORES = 2**20  # scores at once on a CPU: 4 MiB stay near the cores, twice as fast as one large batch
@@ -127,15 +127,16 @@ def alibi_slopes(n_head: int) -> Tensor:
 
 
 class GGDPrior(nn.Module):
-    """Generalized Gaussian log-prior (BAM). forward(n) -> (H, n): b at the distances 0 ... n - 1, float32.
+    """Generalized Gaussian log-prior (BAM). forward(n) -> (H, n): b at the distances 0 ... n - 1, float64.
 
     The generalized Gaussian's density is p(d) = beta / (2 alpha Gamma(1/beta)) * exp(-|(d - mu) / alpha|^beta). The
     factor before exp is the same for every key of a row, so softmax cancels it, and with it the need for beta > 0:
     over finitely many keys any b can be normalised. With theta_beta = beta, alpha = exp(-theta_alpha / theta_beta)
     where beta is not 0, and mu = exp(theta_mu) - exp(-theta_mu), the log-prior that is left is
         b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta,
-    computed as -exp(theta_alpha + beta ln(|d - mu| + EPSILON)), the exponent clamped: smooth in theta_beta, and finite
-    where d = mu and beta < 0. mu < 0 puts the peak |mu| tokens back. For mu = 0:
+    computed as -e^x with x = theta_alpha + beta ln(|d - mu| + EPSILON): smooth in theta_beta, and finite where d = mu
+    and beta < 0. Above MAX_EXPONENT its tangent takes the place of e^x, so that farther keys still are less likely.
+    mu < 0 puts the peak |mu| tokens back. For mu = 0:
         beta = 2      Gaussian
         beta = 1      Laplace: ALiBi with slope e^theta_alpha (ALiBi with SSMax differs: its bias is not scaled)
         0 < beta < 1  heavier tail: b still falls without limit, but slower than any line
@@ -143,8 +144,9 @@ class GGDPrior(nn.Module):
         beta < 0      no density (the paper's relaxation): the own token is silenced, other keys as far as
                       e^theta_alpha |d|^beta is large, and b -> 0 far away: all far keys are equal, retrieval anywhere
     A trained head is called local for beta > 0, retrieval for -0.6 <= beta <= 0, aggressive for beta < -0.6.
-    SSMax (s > 0) gives alpha_eff = alpha (s ln n)^(-1/beta): as n grows local heads narrow, slowly, and anti-local
-    heads widen the zone that they silence, much slower than n.
+    SSMax (s > 0) gives alpha_eff = alpha (s ln n)^(-1/beta). As n grows a local head narrows and an anti-local head
+    widens the zone that it silences: slowly for |beta| of 1 and more, without limit near 0. When s ln n doubles,
+    alpha_eff changes by 2^(-1/beta): half for beta = 1, 1,024 times for beta = -0.1.
     Gradients at theta = 0: db/dtheta_beta = -ln(|d| + EPSILON), which is 11.5 at the own token; db/dtheta_alpha = -1
     for every key, which softmax cancels to 0. Counts: 2 scalars x 16 heads x 12 layers = 384 in the 120M model.
     """
@@ -161,11 +163,12 @@ class GGDPrior(nn.Module):
                 self.register_buffer(f"theta_{name}", value)
 
     def forward(self, n: int) -> Tensor:
-        theta_alpha, theta_beta = self.theta_alpha[:, None], self.theta_beta[:, None]  # (H, 1)
-        mu = 2 * torch.sinh(self.theta_mu[:, None])
-        d = -torch.arange(n, device=mu.device, dtype=torch.float32)  # exact to 2^24 tokens
-        log_distance = torch.log((d - mu).abs() + EPSILON)  # (H, n)
-        return -torch.exp((theta_alpha + theta_beta * log_distance).clamp(max=MAX_EXPONENT))
+        theta_alpha, theta_beta = self.theta_alpha[:, None].double(), self.theta_beta[:, None].double()  # (H, 1)
+        mu = 2 * torch.sinh(self.theta_mu[:, None].double().clamp(-MAX_EXPONENT, MAX_EXPONENT))
+        d = -torch.arange(n, device=mu.device, dtype=torch.float64)
+        x = theta_alpha + theta_beta * torch.log((d - mu).abs() + EPSILON)  # (H, n)
+        capped = x.clamp(max=MAX_EXPONENT)
+        return -torch.exp(capped) * (1 + x - capped)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,7 +211,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """What every layer needs to know about the rows of a batch; computed once per forward."""
 
-    log_n: Tensor  # (B or 1, 1, T, 1) float32: ln of the number of keys that the query can see, itself included
+    n: Tensor  # (B or 1, T) int64: the number of keys that the query can see, itself included
+    log_n: Tensor  # (B or 1, 1, T, 1) float32: its logarithm
     rotation: tuple[Tensor, Tensor] | None  # RoPE's cos and sin, (B, 1, T, D/2)
     mask: Tensor | BlockMask | None  # which keys a query sees: from `visible`, for fused from `visible_blocks`
 
@@ -267,7 +271,7 @@ def log_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | 
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, layout: Layout
 ) -> Tensor:
     """Posterior expectation of the values: q, k, v (B, H, T, D), q scaled; log_prior (H, T) by distance -> like q."""
     B, H, T, _ = q.shape
@@ -277,7 +281,7 @@ def reference_attention(
         out = []
         for b in range(0, B, windows):
             part = slice(b, b + windows)
-            cut = [None if t is None else t[part] if len(t) == B else t for t in (row_scale, mask)]
+            cut = [None if t is None else t[part] if len(t) == B else t for t in (row_scale, layout.mask)]
             scores = q[part].float() @ k[part].float().transpose(-2, -1)
             out.append(log_posterior(scores, bias, *cut).softmax(-1) @ v[part].float())
         return torch.cat(out).to(v.dtype)
@@ -287,7 +291,7 @@ compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compil
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: BlockMask
+    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, layout: Layout
 ) -> Tensor:
     """The same function as one kernel (FlexAttention), for training on CUDA: there is no T x T tensor.
 
@@ -297,20 +301,26 @@ def fused_attention(
     share an entry, so H x T entries beat H scalars. Outside, autograd goes on from the vector to theta and s.
 
     A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and db/dtheta is as large
-    as b, which for beta < 0 is huge at the own token. There b is cut to what silences the token, or for s < 0 all
-    others, just as well; a cut value has no gradient, as it should.
+    as b, which for beta < 0 is huge at the own token. There b is cut to so far from its neighbour's that it silences
+    the token, or for s < 0 all others, just as well; a cut value has no gradient, as it should. Nor can the running
+    softmax tell large scores apart, so from each row the largest prior that it sees is subtracted.
     """
     if log_prior is not None:
-        log_prior = torch.cat((log_prior[:, :1].clamp(-DECISIVE, DECISIVE), log_prior[:, 1:]), dim=1)
+        own, neighbour = log_prior[:, :1], log_prior[:, :2].detach()[:, -1:]  # the neighbour of a single token: itself
+        far = DECISIVE + neighbour.abs()
+        log_prior = torch.cat((own.clamp(neighbour - far, neighbour + far), log_prior[:, 1:]), dim=1)
+        top = log_prior.detach().cummax(1).values[:, layout.n.expand(len(q), -1) - 1]  # (H, B, T)
     log_n = None if row_scale is None else row_scale.expand(len(q), -1, -1, -1).flatten(1)  # (B, T)
 
     def add_prior(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if log_prior is None:
             return score
-        bias = log_prior[h, (i - j).abs()]  # abs: some scores above the diagonal are computed, for the mask to hide
+        bias = (
+            log_prior[h, (i - j).abs()] - top[h, b, i]
+        )  # abs: some scores above the diagonal are computed, for the mask to hide
         return score + (bias if log_n is None else bias * log_n[b, i])
 
-    return compiled_flex_attention(q, k, v, score_mod=add_prior, block_mask=mask, scale=1.0)
+    return compiled_flex_attention(q, k, v, score_mod=add_prior, block_mask=layout.mask, scale=1.0)
 
 
 def reference_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor) -> Posterior:
@@ -337,9 +347,12 @@ class CausalSelfAttention(nn.Module):
 
     def log_prior(self, n: int) -> Tensor | None:
         """(H, n) float32: what is added to the scores at the distances |d| = 0 ... n - 1; None for a uniform prior. If
-        `prior_has_row_scale`, the row of a query that sees m keys adds this times ln m: together s ln m b."""
+        `prior_has_row_scale`, the row of a query that sees m keys adds this times ln m: together s ln m b. From b its
+        largest value is subtracted, which no softmax can see: float32 could not hold small differences of large b."""
         if self.cfg.pe == "ggd":
-            return self.s[:, None] * self.prior(n) if self.cfg.ssmax else self.prior(n)
+            b = self.prior(n)
+            b = b - b.amax(-1, keepdim=True)
+            return (self.s[:, None] * b if self.cfg.ssmax else b).float()
         if self.cfg.pe == "alibi":
             return -self.slopes[:, None] * torch.arange(n, device=self.slopes.device)
         return None
@@ -366,7 +379,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.project(x, layout)
         row_scale = layout.log_n if self.prior_has_row_scale else None
         attention = fused_attention if isinstance(layout.mask, BlockMask) else reference_attention
-        return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), row_scale, layout.mask))
+        return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), row_scale, layout))
 
     def posterior(self, x: Tensor, layout: Layout) -> Posterior:
         q, k, _ = self.project(x, layout)
@@ -443,7 +456,7 @@ class GPT(nn.Module):
         if self.cfg.pe == "rope":
             angle = angles(positions, self.cfg.head_dim, ROPE_THETA)[:, None]
             rotation = angle.cos().float(), angle.sin().float()
-        return Layout(n.float().log()[:, None, :, None], rotation, mask)
+        return Layout(n, n.float().log()[:, None, :, None], rotation, mask)
 
     def prepare(self, idx: Tensor, doc_ids: Tensor | None, window: int | None) -> tuple[Tensor, Layout]:
         T = idx.shape[1]

@@ -50,6 +50,7 @@ def attention_rows(cfg, p, layer, x, starts):
             js = range(start, i + 1)
             content = k[start : i + 1] @ q[i] / math.sqrt(D)
             prior = log_prior(cfg, p, layer, h, at[i] - at[start : i + 1])
+            prior = prior - prior.max()  # no softmax can see it, and float64 too has its limits
             if cfg.ssmax:
                 scale = p[f"blocks.{layer}.attn.s"][h] * math.log(len(js))
                 content = content * scale

@@ -1,6 +1,7 @@
 """The fused attention against the explicit one: forward on a CPU, values and gradients on CUDA."""
 
 import itertools
+import math
 import shutil
 
 import pytest
@@ -59,6 +60,39 @@ def test_fused_forward_with_extreme_priors(s):
         expected = model(idx)
         model.attention = "fused"
         torch.testing.assert_close(model(idx), expected, atol=3e-5, rtol=1e-5)
+
+
+GRID = list(itertools.product((-20, -3, 0, 3, 9.57, 12, 15, 40), (-4, -2, -0.6, -0.1, 0, 0.1, 1, 4, 10), (0, -2.4)))
+GRID += [(alpha, 0, mu) for alpha in (0, 12, 40) for mu in (90, -90)]  # mu beyond float32
+
+
+@pytest.mark.parametrize("s", [None, 0.3, -0.3])
+@pytest.mark.parametrize("attention", ["reference", pytest.param("fused", marks=compiler)])
+def test_attention_equals_float64_wherever_theta_may_go(attention, s):
+    """A head for each theta_alpha, theta_beta and theta_mu; content scores of some nats, as in a trained model."""
+    H, D, T = len(GRID), 8, 150
+    thetas = dict(zip(("theta_alpha", "theta_beta", "theta_mu"), zip(*GRID, strict=True), strict=True))
+    shape = {"n_layer": 1, "n_head": H, "n_embd": D * H, "vocab_size": 2, "ssmax": s is not None}
+    attn = M.CausalSelfAttention(M.ModelConfig(**shape, ssmax_init=s or 1.0, **thetas))
+    log_n = torch.arange(1, T + 1, dtype=torch.float64).log()[:, None]  # (T, 1)
+    scale = torch.ones(T, 1) if s is None else attn.s[0].double().detach() * log_n
+    q, k, v = torch.randn(3, 1, H, T, D, generator=torch.Generator().manual_seed(0))
+    q = (q * scale).float()
+    p = {f"blocks.0.attn.prior.{name}": torch.tensor(values).double() for name, values in thetas.items()}
+    distance = torch.arange(T, dtype=torch.float64)[:, None] - torch.arange(T)
+    prior = torch.stack([reference.log_prior(attn.cfg, p, 0, h, distance.abs()) for h in range(H)]) * scale
+    prior = prior.masked_fill(distance < 0, -math.inf)
+    prior = prior - prior.amax(-1, keepdim=True)
+    expected = (q[0].double() @ k[0].double().transpose(1, 2) + prior).softmax(-1) @ v[0].double()
+    fused, n = attention == "fused", torch.arange(1, T + 1)[None]
+    mask = (M.visible_blocks if fused else M.visible)(T, None, None, q.device)
+    layout = M.Layout(n, log_n.float()[None, None], None, mask)
+    compute = M.fused_attention if fused else M.reference_attention
+    with torch.no_grad():
+        got = compute(q, k, v, attn.log_prior(T), None if s is None else layout.log_n, layout)[0]
+    errors = (got.double() - expected).abs().amax((1, 2))
+    worst = int(errors.argmax())
+    assert errors.isfinite().all() and errors[worst] < 2e-4, f"{errors[worst]:.1e} at theta = {GRID[worst]}"
 
 
 @compiler

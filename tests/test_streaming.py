@@ -289,7 +289,7 @@ FAR = torch.tensor([0, 1, 65_535, 524_287, 999_999, 1_000_000])
 def test_positions_are_exact_to_a_million_tokens():
     """ln n, RoPE's cos and sin, the sinusoidal table and the distance, against float64 by Python's math."""
     model = make_model("rope", True)
-    log_n, (cos, sin), _ = model.layout(FAR[None])
+    _, log_n, (cos, sin), _ = model.layout(FAR[None])
     table = sinusoidal_table(FAR, 32) * math.sqrt(32)
     for row, position in enumerate(FAR.tolist()):
         assert log_n[0, 0, row, 0].item() == pytest.approx(math.log(position + 1), rel=1e-7)
