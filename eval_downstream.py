@@ -47,8 +47,8 @@ class DownstreamConfig:
     tasks: tuple[str, ...] = ("perplexity",)  # perplexity, arc_easy, arc_challenge, mmlu, mmlu_continuation
     data_dir: str = ""  # where the hub's data sets lie as .jsonl or .parquet, in files such as ARC-Easy_test.jsonl or
     # ARC-Easy/test-00000-of-00001.parquet (MMLU: test.jsonl, dev.jsonl); none given: they come from the hub
-    num_fewshot: int = -1  # solved examples before a question, the first of MMLU's dev or ARC's train split; -1: 5 for
-    # mmlu, otherwise 0
+    num_fewshot: int = -1  # solved examples before a question: the first of MMLU's dev split, or drawn for each
+    # question from ARC's train split; -1: 5 for mmlu, otherwise 0
     limit: int = 0  # only the first questions, this many a task (MMLU: a subject); 0: all
     bos: bool = True  # prompts begin with <|endoftext|>, as training documents do; the harness's default is false
     source: str = ""  # text for perplexity: a folder of token shards (validation shards are taken), a text file, or
@@ -269,7 +269,7 @@ def choice_table(results: dict[str, list[dict]]) -> str:
     for run, r in ((run, r) for run, found in results.items() for r in found):
         task = f"{r['metric']} {r['config']['subject']}".strip()
         numbers = [f"{r['n']:,}", percent(r, "acc"), percent(r, "acc_norm"), f"{100 * r['chance']:.1f}"]
-        rows.append([name_of(run), task, *numbers, f"{r['longer']:,}", shares(r["chosen"]), shares(r["gold"])])
+        rows.append([name_of(run, results), task, *numbers, f"{r['longer']:,}", shares(r["chosen"]), shares(r["gold"])])
     legend = "± one standard error; longer: than the training length; chosen (by the sum) and right: shares of A/B/..."
     return f"{records.aligned(rows)}\n{legend}"
 
@@ -280,7 +280,7 @@ def perplexity_table(results: dict[str, list[dict]]) -> str:
     for run, r in ((run, r) for run, found in results.items() for r in found[1:]):
         nats = f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"
         context, n, perplexity = f"{r['config']['context']:,}", f"{r['n']:,}", f"{r['perplexity']:.3f}"
-        rows.append([name_of(run), context, n, nats, perplexity, f"{r['bits_per_byte']:.4f}"])
+        rows.append([name_of(run, results), context, n, nats, perplexity, f"{r['bits_per_byte']:.4f}"])
     return f"{records.aligned(rows)}\n± 95% interval; at every context the targets are the same"
 
 
@@ -297,7 +297,7 @@ def draw(results: dict[str, list[dict]], file: Path) -> None:
     for (run, (curve, *points)), (marker, line) in zip(results.items(), records.STYLES * len(results), strict=False):
         style = {"marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1}
         middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["window"]
-        left.plot(middle, np.exp(curve["nll"]), markevery=0.15, label=name_of(run), **style)
+        left.plot(middle, np.exp(curve["nll"]), markevery=0.15, label=name_of(run, results), **style)
         if points:
             y, ends = np.array([p["perplexity"] for p in points]), np.exp([p["interval_95"] for p in points]).T
             right.errorbar([p["config"]["context"] for p in points], y, np.abs(ends - y), capsize=3, **style)

@@ -11,6 +11,7 @@ appends a record. The prompts of a length come in the order of their depths, and
 before it, the filler up to that one's needle, is not computed again: half of the work.
 """
 
+import hashlib
 import math
 import sys
 import time
@@ -296,7 +297,15 @@ def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: to
 def identity(cfg: PasskeyConfig, texts: Texts) -> dict:
     """The options that the answers depend on: with the weights and the length, what tells records apart."""
     free = ("lengths", "resume", "batch_tokens", "device")
-    return {k: v for k, v in asdict(cfg).items() if k not in free} | {"description": bool(texts.description)}
+    own = {k: v for k, v in asdict(cfg).items() if k not in free} | {"description": bool(texts.description)}
+    if cfg.filler not in FILLERS:  # a file, which may change
+        own["filler"] += f", {digest(texts.filler)}"
+    return own
+
+
+def digest(text: str) -> str:
+    """What tells a record of one text from that of another."""
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def result(found: list[bool], cfg: PasskeyConfig) -> dict:
@@ -315,7 +324,7 @@ def table(results: dict[str, list[dict]]) -> str:
     rows = [["run", *(f"{n:,}" for n in lengths)]]
     for run, records in results.items():
         cells = {r["length"]: r for r in records}
-        rows.append([name_of(run), *(cell(cells[n]) if n in cells else "" for n in lengths)])
+        rows.append([name_of(run, results), *(cell(cells[n]) if n in cells else "" for n in lengths)])
     return aligned(rows)
 
 
@@ -335,7 +344,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     for (run, records), (marker, line) in zip(results.items(), STYLES * len(results), strict=False):
         x, y = [r["length"] for r in records], [100 * r["correct"] / r["n"] for r in records]
         bars = np.abs(100 * np.array([r["interval_95"] for r in records]).T - y)
-        axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run))
+        axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run, results))
     first = next(iter(results.values()))[0]
     trained = first["training_length"]
     axis.axvline(trained, color="grey", linewidth=1)
@@ -358,7 +367,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
         places = np.linspace(0, len(image) - 1, min(5, len(image)))
         axis.set_yticks(places + 0.5, [f"{100 * p / max(1, len(image) - 1):.0f}" for p in places])
         axis.set(xlabel="length of the prompt in tokens", ylabel="depth of the needle (% of the filler)")
-        axis.set_title(name_of(run))
+        axis.set_title(name_of(run, results))
     figure.colorbar(shown, label="passkey found (%)")
     figure.savefig(folder / "passkey_depth.png", dpi=150)
     plt.close(figure)

@@ -9,7 +9,6 @@ is the share of the expected values that stand in a greedily generated text. Bes
 passkey test: right if each of its tokens is the most likely one, given the true ones before it.
 """
 
-import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,10 +23,10 @@ from tqdm import tqdm
 
 import configurator
 import records
-from configurator import user_errors
+from configurator import fail, user_errors
 from device import pick_device
-from eval_passkey import LONGEST, MULTIPLES, cell, cost
-from needles import BUDGET, TASKS, Sample, make_sample, read_essay, shortest
+from eval_passkey import LONGEST, MULTIPLES, cell, cost, digest
+from needles import ADJECTIVES, BUDGET, NOUNS, TASKS, Sample, make_sample, read_essay, shortest
 from streaming import KVCache, generate, score
 from tokenizer import encode_document, get_tokenizer
 
@@ -101,13 +100,14 @@ def result(outcomes: list[Outcome]) -> dict:
     }
 
 
-def cells_of(run: records.Run, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
+def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
     """What identifies the record of each task and length; `needs` is the least length that holds all the prompts."""
-    digest = hashlib.sha256("\n".join(essay).encode()).hexdigest()[:12]
     for name in dict.fromkeys(cfg.tasks):
-        kind, needs = TASKS[name].haystack, shortest(name, cfg.seed, cfg.samples, run.enc, essay)
-        kind += f", sha256 {digest}" if kind == "essay" else ""
-        config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[run.enc.name], "haystack": kind}
+        haystack, keys, needs = *TASKS[name][:2], shortest(name, cfg.seed, cfg.samples, enc, essay)
+        haystack += ", " + digest("\n".join(essay)) if haystack == "essay" else ""
+        keys += ", " + digest("\n".join(ADJECTIVES + NOUNS)) if keys == "words" else ""
+        config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[enc.name]}
+        config |= {"haystack": haystack, "keys": keys}
         for length in lengths:
             yield {"metric": "ruler", "task": name, "length": length, "needs": needs, "config": config}
 
@@ -117,7 +117,7 @@ def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[st
     with user_errors():
         run = records.load_run(path, pick_device(cfg.device)[0])
     file, about = records.folder_of(path) / "ruler.jsonl", records.origin(run)
-    cells = list(cells_of(run, cfg, lengths, essay))
+    cells = list(cells_of(run.enc, cfg, lengths, essay))
     done = [cfg.resume and records.finished(file, c | {"weights": about["weights"]}) for c in cells]
     work = [cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
     total = cfg.samples * sum(w for w, record in zip(work, done, strict=True) if not record)
@@ -187,7 +187,7 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
             curve = [r for r in points if (r["task"], r["run"]) == (name, run)]
             x, y = [r["length"] for r in curve], [100 * r["correct"] / r["n"] for r in curve]
             bars = np.abs(100 * np.reshape([r["interval_95"] for r in curve], (-1, 2)).T - y)
-            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=records.name_of(run))
+            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=records.name_of(run, results))
         axis.axvline(points[0]["training_length"], color="grey", linewidth=1)
         axis.set(xscale="log", ylim=(-4, 104))
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
@@ -216,9 +216,14 @@ def main() -> None:
     lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]
     if cfg.dry_run:
         return show_prompts(enc, cfg, lengths, essay)
+    encs = {enc.name: enc for _, enc in checked}.values()
+    needs = min(shortest(name, cfg.seed, cfg.samples, enc, essay) for enc in encs for name in cfg.tasks)
+    if max(lengths) < needs:
+        fail(f"lengths end at {max(lengths):,}, and these tasks need at least {needs:,} tokens; give a longer one")
     results, stopped = records.collect(runs, lambda run: evaluate(run, cfg, lengths, essay))
     for run, found in results.items():
-        print(f"{records.name_of(run)}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
+        name = records.name_of(run, results)
+        print(f"{name}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
         print(table(found))
         print(f"records in {records.folder_of(run) / 'ruler.jsonl'}")
     if any(record["n"] for found in results.values() for record in found):

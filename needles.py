@@ -61,17 +61,22 @@ SINGULAR = (
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 NOISE = FILLERS["passkey"].strip()  # RULER's five sentences are the passkey's
 
-# a key of words is one of each, with a hyphen between them
-ADJECTIVES = """
-amber ancient bitter bold brave brief bright bronze calm careful clever cold coral crisp curly dark dusty eager early
-empty faint famous fancy fresh gentle giant golden happy heavy hollow honest humble ivory jolly large late lively
-lonely lucky mellow misty modern narrow noble olive patient plain proud purple quiet rapid rough round royal rusty
-sharp shiny silent slow small solid tall tiny warm"""
-NOUNS = """
-acorn anchor apron arrow badge barrel basket beacon bottle branch bridge bucket button camera candle canoe carpet
-castle circle cloud compass cotton cradle curtain dragon drum engine falcon feather ferry flute forest garden glove
-hammer harbor helmet island jacket kettle ladder lantern lemon magnet marble meadow mirror monkey paddle parrot
-pebble pencil planet rabbit ribbon river saddle shadow tunnel turtle valley violin wagon window"""
+# A key of words is one of each, with a hyphen between them. A word is a stem and an end: few parts make as many keys as
+# RULER has, and the same on every machine.
+STEMS = """
+amber apple ash axe bay bean bear bee bone bow bread brush button cake camp cart castle cave city clay clock cloud coal
+coral corn cow cream crow day deck deer desert dragon dream dust earth east fern fig fire flame forest fox frog frost
+fruit garden gold grain hail hammer hawk helm hill honey horse ice iron ivory knife lace lake lamp lemon lime lion maple
+marsh mast mint mist moon moss mud night oak oil orange owl paper pearl pine plum raft rain raven rice river root
+rose ruby sand sea seed shell silk silver smoke snow spring star steam steel storm stream sword vine wagon water wave
+wheat wine winter wolf"""
+NOUN_ENDS = """
+bed bell bird boat book box bridge cap case coat craft cup door field fish flower fold ford gate glass guard hall hook
+house land lane leaf light line lock mark mill path pin plate point pond port ring road rock row ship side song stem
+stick stone top tower track tree wall way web well wheel wing work yard"""
+ADJECTIVE_ENDS = "born bound free less like made proof ward"
+ADJECTIVES = [a + b for a in STEMS.split() for b in ADJECTIVE_ENDS.split()]
+NOUNS = [a + b for a in STEMS.split() for b in NOUN_ENDS.split()]
 
 
 class Needle(NamedTuple):
@@ -106,7 +111,7 @@ def read_essay(file: str) -> list[str]:
 def draw(kind: str, rng: random.Random, used: set[str]) -> str:
     """A key or value that is not in `used`, which it joins."""
     if kind == "words":
-        drawn = f"{rng.choice(ADJECTIVES.split())}-{rng.choice(NOUNS.split())}"
+        drawn = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
     elif kind == "numbers":
         drawn = str(rng.randrange(10**6, 10**7))
     else:
@@ -164,11 +169,15 @@ def make_sample(
     None: one unit. Raises ValueError if one unit does not fit. Differences from RULER:
     - <|endoftext|> stands before the prompt, as before every training document, and counts;
     - the budget is four times as large for bytes, since a GPT-2 token holds about four;
-    - every sample is filled by itself, an essay by sentences. RULER finds one number of units for all (500 words a
-      step), takes steps off where a sample is too long, and never ends where a length holds none;
+    - every sample is filled by itself, an essay by sentences of at most SENTENCE characters. RULER searches one number
+      of units for all samples and shortens one that is too long, an essay by 500 words at a time, so that a prompt may
+      fill little more than half of the length; where a length holds none it never ends;
+    - the needles of every sample are shuffled anew; RULER has one permutation for all;
     - keys and values are all different, and a haystack of needles tells none of those asked, as RULER's by chance may;
     - the values of one key are expected in reading order (only the teacher-forced score sees it);
-    - words and essay are others: RULER's essays are not free to copy, and its words come from a package.
+    - the essay is another, since RULER's are not free to copy, and so are the words: 912 x 6,840 as against its
+      912 x 6,782 from a package, but built of parts, so that words of one stem look alike, and a key takes 5.5 GPT-2
+      tokens as against 4.6.
     """
     task, rng, used = TASKS[name], random.Random(f"{name} {seed} {index}"), set()
     needles, asked = draw_needles(task, rng, used)

@@ -85,13 +85,13 @@ def effective_width(prior: Tensor) -> int:
 def class_of(prior: Tensor, theta_beta: float) -> str:
     """The class of a head by what its acting prior (n,) does, with the paper's border at theta_beta = -0.6.
 
-    A prior that falls is local; the uniform one counts as retrieval, as theta_beta = 0 does in the paper. s < 0 turns
-    theta_beta < 0 into local, and theta_beta > 0 into a prior that rises up to the beginning of the text: farthest."""
-    near, far = prior[0], prior[-1]
-    if near > far:
-        return "local"
-    if near == far:
+    A prior that falls from its centre, the own token or the one that mu names, is local; the uniform one counts as
+    retrieval, as theta_beta = 0 does in the paper. s < 0, which shows in a positive sum, turns theta_beta < 0 into
+    local, and theta_beta > 0 into a prior that rises up to the beginning of the text: farthest."""
+    if prior.min() == prior.max():
         return "retrieval"
+    if (theta_beta > 0) == (prior.sum() < 0).item():
+        return "local"
     return "farthest" if theta_beta > 0 else "aggressive" if theta_beta < -0.6 else "retrieval"
 
 

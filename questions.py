@@ -5,6 +5,7 @@ log-probabilities (acc) or by that sum per character (acc_norm). Nothing is gene
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from streaming import KVCache, prefill, score
 from tokenizer import encode_document
 
 LETTERS = "ABCDEFGHIJ"
+FEWSHOT_SEED = 1234  # the harness's default
 
 
 class Item(NamedTuple):
@@ -63,7 +65,7 @@ def letters(item: Item) -> tuple[str, list[str]]:
 class Task(NamedTuple):
     hub: str  # data set on the hub
     config: str  # its configuration
-    examples: str  # split of the examples for num_fewshot, shown in their order
+    examples: str  # split of the examples for num_fewshot: of dev the first, of train others for each question
     shots: int  # default of num_fewshot
     read: Callable[[dict], Item]
     form: Callable[[Item], tuple[str, list[str]]]
@@ -133,21 +135,28 @@ def shots(task: str, num_fewshot: int) -> int:
 
 def load_questions(name: str, num_fewshot: int = -1, limit: int = 0, data_dir: str = "") -> dict[str, list[Question]]:
     """Subject -> its first `limit` questions (0: all), with their description and solved examples, from the hub or
-    from files in data_dir. Raises ValueError, in one sentence."""
+    from files in data_dir. Raises ValueError, in one sentence.
+
+    Examples as the harness has them: of the dev split the first in order; of the train split one generator draws for
+    one question after the other, so that a limit leaves the questions before it as they are.
+    """
     task = TASKS[name]
     count = shots(name, num_fewshot)
     examples = load_items(task, task.examples, data_dir) if count else {}
-    found = {}
+    found: dict[str, list[Question]] = {}
+    rng = random.Random(FEWSHOT_SEED)
     for subject, items in load_items(task, "test", data_dir).items():
-        shown = examples.get(subject, [])[:count]
-        if len(shown) < count:
-            raise ValueError(f"{name} {subject} has only {len(shown)} examples, num_fewshot is {count}; lower it")
-        context = task.description.format(subject.replace("_", " "))
-        for item in shown:
+        known = examples.get(subject, [])
+        if len(known) < count:
+            raise ValueError(f"{name} {subject} has only {len(known)} examples, num_fewshot is {count}; lower it")
+        found[subject] = []
+        for item in items[: limit or None]:
+            context = task.description.format(subject.replace("_", " "))
+            for shown in rng.sample(known, count) if task.examples == "train" else known[:count]:
+                text, continuations = task.form(shown)
+                context += f"{text} {continuations[shown.gold]}\n\n"
             text, continuations = task.form(item)
-            context += f"{text} {continuations[item.gold]}\n\n"
-        asked = [(task.form(item), item.gold) for item in items[: limit or None]]
-        found[subject] = [Question(context + text, continuations, gold) for (text, continuations), gold in asked]
+            found[subject].append(Question(context + text, continuations, item.gold))
     return found
 
 

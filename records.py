@@ -52,10 +52,21 @@ def load_run(path: str, device: torch.device) -> Run:
     return Run(path, model, saved, enc)
 
 
-def name_of(path: str) -> str:
-    """A run's label: its folder, with the name of the file if another than last.pt was given."""
+def place_of(path: str) -> Path:
+    """A run's folder; or the file in it, if another than last.pt was given."""
     resolved = Path(path).resolve()
-    return resolved.name if resolved.is_dir() else f"{resolved.parent.name}/{resolved.stem}".removesuffix("/last")
+    return resolved.parent if resolved.name == "last.pt" else resolved
+
+
+def name_of(path: str, among: Iterable[str] = ()) -> str:
+    """A run's label: its folder, with the name of the file if another than last.pt was given, and with as many of the
+    folders above as tell it from the other runs `among` which it is shown."""
+    here, others = place_of(path), {place_of(p) for p in among} - {place_of(path)}
+    least = 1 if here.is_dir() else 2
+    sizes = range(least, len(here.parts))
+    size = next((k for k in sizes if all(p.parts[-k:] != here.parts[-k:] for p in others)), len(here.parts))
+    label = Path(*here.parts[-size:])
+    return (label if here.is_dir() else label.with_suffix("")).as_posix()
 
 
 def folder_of(path: str) -> Path:
@@ -67,7 +78,7 @@ def distinct(paths: list[str]) -> list[str]:
     """Each run once, in the order given."""
     found: dict[Path, str] = {}
     for path in paths:
-        found.setdefault(Path(path).resolve(), path)
+        found.setdefault(place_of(path), path)
     return list(found.values())
 
 

@@ -14,6 +14,8 @@ the expectation y_A and the evidence E_A = sum_A e^score; over two sets of keys 
     y = (E_A y_A + E_B y_B) / (E_A + E_B).
 
 Scores, softmax and sums are float32 whatever the cache holds; no matrix of queries x keys outlives its tile.
+
+A row is one document, with any end-of-text marker inside it: to score documents apart, pass them as rows of their own.
 """
 
 import copy

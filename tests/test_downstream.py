@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,30 @@ def test_prompts_to_the_letter(tmp_path):
     arc = load("arc_easy", cfg)[""]
     assert [q.gold for q in arc] == [0, 1, 0, 0, 0, 0, 2, 0]
     assert arc[4] == Q.Question("Question:   How many moons has Mercury?\n\nAnswer:", ["None", "NA", "1", "2"], 0)
+
+
+def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
+    """ARC: one generator, seeded with 1234, takes others of the train split for each question in turn."""
+    rows = [
+        {
+            "question": f"Number {i}?",
+            "choices": {"text": [f"no {i}", f"yes {i}"], "label": ["A", "B"]},
+            "answerKey": "B",
+        }
+        for i in range(30)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (write_rows(tmp_path) / "ARC-Easy_train.jsonl").write_text("".join(lines), encoding="utf-8")
+    found, alone, limited = (
+        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path), num_fewshot=shots, limit=limit))[""]
+        for shots, limit in ((3, 0), (0, 0), (3, 4))
+    )
+    rng = random.Random(1234)
+    drawn = [rng.sample(range(30), 3) for _ in ARC]
+    assert drawn[0] != drawn[1] and limited == found[:4]
+    for question, bare, indices in zip(found, alone, drawn, strict=True):
+        solved = "".join(f"Question: Number {i}?\nAnswer: yes {i}\n\n" for i in indices)
+        assert question == bare._replace(context=solved + bare.context)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
@@ -460,12 +485,14 @@ SHORT = ("--length=256", "--window=64", "--contexts=64,128", "--targets=128", "-
 
 
 def test_command_line_writes_tables_records_and_a_picture(run, tmp_path, monkeypatch, capsys):
-    other = tmp_path / "other"
-    other.mkdir()
+    other = tmp_path / "b" / "run"
+    other.mkdir(parents=True)
     (other / "last.pt").write_bytes((run / "last.pt").read_bytes())
     arguments = (run, other, f"--source={tmp_path / 'text.txt'}", f"--data_dir={tmp_path / 'data'}", *SHORT)
     call(monkeypatch, *arguments, "--tasks=perplexity,arc_easy,mmlu", "--num_fewshot=0")
     printed = capsys.readouterr().out
+    first = {line.split()[0] for line in printed.splitlines() if line}
+    assert first >= {f"{tmp_path.name}/run", "b/run"}
     assert "mmlu mean by size  4" in printed and "arc_easy  8" in printed and "± one standard error" in printed
     for folder in (run, other):
         curve, *points = read(folder, "perplexity")

@@ -71,13 +71,12 @@ def test_oracle_constant_and_one_wrong_token(enc):
     prompts = E.make_prompts(enc, TEXTS, cfg, 300)
     assert len({tuple(p.tokens) for p in prompts}) == 10
 
-    def one_wrong(idx, n):
-        guess = idx[:, -n:].clone()
-        guess[:, -1] += 1
-        return guess
+    def wrong_at(place):  # counted from the end; nothing is wrong, if it is before all answers of the batch
+        return lambda idx, n: idx[:, -n:] + (torch.arange(-n, 0) == place)
 
     assert all(E.retrieved(lambda idx, n: idx[:, -n:], prompts, 900))
-    assert not any(E.retrieved(one_wrong, prompts, 900))
+    for place in range(-max(p.answer for p in prompts) - 1, 0):  # from the token before the longest answer to the last
+        assert E.retrieved(wrong_at(place), prompts, 900) == [p.answer < -place for p in prompts]
     assert not any(E.retrieved(lambda idx, n: torch.full((len(idx), n), 7), prompts, 900))
 
 
@@ -147,12 +146,13 @@ def call(monkeypatch, *arguments):
 
 
 def test_command_line_writes_table_record_and_pictures(run, tmp_path, monkeypatch, capsys):
-    other = tmp_path / "other"
-    other.mkdir()
+    other = tmp_path / "b" / "run"
+    other.mkdir(parents=True)
     (other / "last.pt").write_bytes((run / "last.pt").read_bytes())
     call(monkeypatch, run, other, "--depths=3", "--seeds=1,2", "--lengths=300,128")
     printed = capsys.readouterr().out
-    assert "0% [0, 39]" in printed and "other" in printed and printed.index("128") < printed.index("300")
+    assert "0% [0, 39]" in printed and printed.index("128") < printed.index("300")
+    assert [line.split()[0] for line in printed.splitlines()[:3]] == ["run", f"{tmp_path.name}/run", "b/run"]
     for folder in (run, other):
         records = [
             json.loads(line) for line in (folder / "eval/passkey.jsonl").read_text(encoding="utf-8").splitlines()
@@ -206,6 +206,17 @@ def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, caps
     save_checkpoint(run / "last.pt", make_model("ggd", False).checkpoint() | {"tokenizer": "bytes", "step": 1})
     call(monkeypatch, run, "--depths=2", "--lengths=128", "--resume")
     assert computed == [128, 300] + 6 * [128]
+
+
+def test_resume_computes_anew_what_another_filler_had(run, tmp_path, monkeypatch):
+    """A file under the same name with another text is another test; as it was, the records know it."""
+    monkeypatch.setattr(E, "draw", lambda *arguments: [])
+    file, counts = tmp_path / "fill.txt", []
+    for text in ("One two three. ", "Four five six. ", "One two three. "):
+        file.write_text(text, encoding="utf-8")
+        call(monkeypatch, run, "--depths=1", "--lengths=200", f"--filler={file}", "--resume")
+        counts.append(len((run / "eval/passkey.jsonl").read_text(encoding="utf-8").splitlines()))
+    assert counts == [1, 2, 2]
 
 
 def test_too_long_for_the_memory_is_told_before_the_work(run, monkeypatch, capsys):

@@ -68,6 +68,25 @@ def test_classes_by_what_a_head_does(theta_alpha, theta_beta, s, name):
         assert row["alpha"] is None
 
 
+@pytest.mark.parametrize(
+    ("theta_beta", "s", "mu", "name"),
+    [
+        (1.0, 1.0, -300.0, "local"),  # around the token 300 back
+        (1.0, 1.0, -255.5, "local"),  # in the middle of the 512 keys in view: as much at either end
+        (1.0, 1.0, -1000.0, "local"),  # a peak out of view
+        (-0.3, 1.0, -300.0, "retrieval"),
+        (-1.0, 1.0, -300.0, "aggressive"),
+        (1.0, -0.2, -300.0, "farthest"),
+        (-0.3, -0.2, -300.0, "local"),
+    ],
+)
+def test_classes_do_not_depend_on_where_the_centre_is(theta_beta, s, mu, name):
+    model = make_model("ggd", True, n_layer=1, n_head=1, theta_beta=(theta_beta,), theta_mu=(math.asinh(mu / 2),))
+    with torch.no_grad():
+        model.blocks[0].attn.s.fill_(s)
+    assert P.heads_table(model)[0]["class"] == name
+
+
 def test_effective_width():
     """Closed forms: the uniform prior, a geometric one, a head turned round that sees only itself, and the reverse."""
     uniform = make_model("nope", True)

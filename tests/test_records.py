@@ -24,7 +24,17 @@ def test_labels_tell_runs_and_files_apart(tmp_path):
     assert R.name_of(str(run)) == R.name_of(str(run / "last.pt")) == "run"
     assert R.name_of(str(run / "best.pt")) == "run/best"
     assert R.folder_of(str(run)) == R.folder_of(str(run / "best.pt")) == run / "eval"
-    assert R.distinct([f"{run}", "b", f"{run}/../run"]) == [f"{run}", "b"]
+    assert R.distinct([f"{run}", "b", f"{run}/../run", f"{run}/last.pt"]) == [f"{run}", "b"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    paths = [tmp_path / folder for folder in ("a/run", "b/run", "b/c.5/run", "other_x0.33")]
+    for path in paths:
+        path.mkdir(parents=True)
+    paths = [str(path) for path in (*paths, paths[0] / "best.pt", paths[1] / "best.pt", paths[1] / "step.1.pt")]
+    labels = ["a/run", "b/run", "c.5/run", "other_x0.33", "a/run/best", "b/run/best", "run/step.1"]
+    assert [R.name_of(path, paths) for path in paths] == labels
+    assert R.name_of(paths[0], [paths[0], f"{paths[0]}/last.pt"]) == "run"
 
 
 def test_a_killed_run_spoils_no_record_but_its_last(tmp_path):

@@ -1,5 +1,8 @@
 """RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100, and the command line."""
 
+import itertools
+import os
+import random
 import re
 import uuid
 
@@ -28,6 +31,12 @@ def essay_file(tmp_path):
     file = tmp_path / "essay.txt"
     file.write_text(TEXT, encoding="utf-8")
     return file
+
+
+def get_gpt2():
+    if "NANOBAM_TEST_DATA" not in os.environ:
+        pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
+    return get_tokenizer("gpt2")
 
 
 @pytest.fixture
@@ -238,12 +247,31 @@ def test_keys_are_asked_in_every_place(essay):
     assert all(60 <= sum(k <= 5 * d < k + 1 for d in depths) <= 100 for k in range(5))
 
 
+def test_keys_repeat_as_rarely_as_in_ruler():
+    """Of the 3,300 needles in 65,536 GPT-2 tokens hardly two have one key, and about 4 share the asked first word."""
+    assert (len(set(N.ADJECTIVES)), len(set(N.NOUNS))) == (len(N.ADJECTIVES), len(N.NOUNS)) == (912, 6840)
+    assert all(re.fullmatch("[a-z]+", word) for word in N.ADJECTIVES + N.NOUNS)
+    task, shared = N.TASKS["niah_multikey_2"], []
+    for seed in range(10):
+        rng, used = random.Random(seed), set()
+        _, (asked,) = N.draw_needles(task, rng, used)
+        units = itertools.islice(N.haystack(task, rng, used, ()), 3300)
+        keys = [re.search(r"for (\S+) is: ", unit)[1] for unit in units]
+        assert len(set(keys)) > 3290 and asked not in keys
+        shared.append(sum(key.split("-")[0] == asked.split("-")[0] for key in keys))
+    assert 2 < np.mean(shared) < 6
+
+
+def test_a_key_has_about_as_many_tokens_as_in_ruler():
+    enc, rng = get_gpt2(), random.Random(0)
+    sizes = [len(enc.encode_ordinary(" " + N.draw("words", rng, set()))) for _ in range(2000)]
+    assert np.mean(sizes) == pytest.approx(5.5, abs=0.1)  # as the docstring of make_sample says; RULER's have 4.6
+
+
 def test_a_haystack_of_needles_never_tells_what_is_asked(monkeypatch):
     """Not even with so few pairs of words that it tells every other many times: the question has one answer."""
-    for words in (N.ADJECTIVES, N.NOUNS):
-        assert len(words.split()) == len(set(words.split())) == 64
-    monkeypatch.setattr(N, "ADJECTIVES", "red blue")
-    monkeypatch.setattr(N, "NOUNS", "cat dog owl")
+    monkeypatch.setattr(N, "ADJECTIVES", ["red", "blue"])
+    monkeypatch.setattr(N, "NOUNS", ["cat", "dog", "owl"])
     for index in range(5):
         sample = N.make_sample("niah_multikey_2", 42, index, 10_000, get_tokenizer("bytes"))
         told = re.findall(r"numbers for (\S+) is: (\d+)\.", sample.prompt)
@@ -286,8 +314,8 @@ def test_oracle_constant_and_half(task, enc, essay, monkeypatch):
     length = 1300
     samples = [N.make_sample(task, 42, index, length, enc, essay) for index in range(8)]
 
-    def last_wrong(answer):
-        return torch.cat([answer[:, :-1], answer[:, -1:] + 1], dim=1)
+    def wrong_at(place):
+        return lambda answer: answer + (torch.arange(answer.shape[1]) == place % answer.shape[1])
 
     def half(sample):
         """Half of the values; of a single one, in every other sample."""
@@ -300,7 +328,11 @@ def test_oracle_constant_and_half(task, enc, essay, monkeypatch):
     assert oracle["nats_per_token"] == 0.5 and oracle["interval_95"][1] == 1
     constant = outcomes_of(monkeypatch, enc, samples, lambda s: " 0000000", lambda answer: answer * 0)
     assert (constant["correct"], constant["exact"], constant["interval_95"][0]) == (0, 0, 0)
-    halves = outcomes_of(monkeypatch, enc, samples, half, last_wrong)
+    tokens = sum(len(E.encode_document(enc, s.prompt + s.prefix + s.answer)) - len(s.tokens) for s in samples)
+    for place in (0, 1, -1):
+        one = outcomes_of(monkeypatch, enc, samples, lambda s: s.answer, wrong_at(place))
+        assert one["exact"] == 0 and one["tokens_right"] == pytest.approx(1 - 8 / tokens, abs=1e-4)
+    halves = outcomes_of(monkeypatch, enc, samples, half, wrong_at(-1))
     assert halves["correct"] == 4 and halves["exact"] == 0 and 0 < halves["tokens_right"] < 1
     assert halves["interval_95"] == pytest.approx([0.2152, 0.7848], abs=1e-4)  # Wilson's of 4 in 8, by hand
 
@@ -344,14 +376,15 @@ def quick(monkeypatch):
 
 
 def test_command_line_writes_table_records_and_picture(run, tmp_path, essay_file, monkeypatch, capsys, quick):
-    other = tmp_path / "other"
-    other.mkdir()
+    other = tmp_path / "b" / "run"
+    other.mkdir(parents=True)
     (other / "last.pt").write_bytes((run / "last.pt").read_bytes())
     call(monkeypatch, run, other, *SMALL, f"--haystack_file={essay_file}")
     lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines if ", n = 2: " in line] == [f"{tmp_path.name}/run", "b/run"]
     assert lines[1].split() == ["task", "512", "1,000", "1,050"]
     assert lines[2].count("0% [0, 66] / 0% / ") == 2 and lines[2].count("n/a: needs at least 9") == 1
-    assert lines[3].split()[0] == "niah_multivalue" and lines[3].count("n/a: needs at least 1,065 tokens") == 3
+    assert lines[3].split()[0] == "niah_multivalue" and lines[3].count("n/a: needs at least 1,113 tokens") == 3
     for folder in (run, other):
         found = read_records(folder / "eval/ruler.jsonl")
         assert [(r["task"], r["length"], r["n"]) for r in found] == [
@@ -403,11 +436,25 @@ def test_resume_goes_on_behind_the_finished_cells(run, essay_file, monkeypatch, 
     assert len(quick) == limit + 10
 
 
-def test_nothing_but_unavailable_cells_is_a_table_without_a_picture(run, monkeypatch, capsys):
-    call(monkeypatch, run, "--tasks=niah_multikey_3", "--lengths=1,128")
-    printed = capsys.readouterr().out
-    assert printed.count("n/a: needs at least 1,069 tokens") == 2 and "saved" not in printed
-    assert [path.name for path in (run / "eval").iterdir()] == ["ruler.jsonl"]
+def test_resume_computes_anew_what_other_texts_had(run, essay_file, monkeypatch, quick):
+    """Another essay under the same name, and keys of other words, are another test."""
+    arguments = (run, "--tasks=niah_single_2", "--samples=1", "--lengths=1100", "--resume")
+    for change, asked in ((None, 1), (None, 1), ("essay", 2), ("words", 3)):
+        if change == "essay":
+            essay_file.write_text(TEXT + "One more.", encoding="utf-8")
+        if change == "words":
+            monkeypatch.setattr(E, "NOUNS", N.NOUNS[1:])
+        call(monkeypatch, *arguments, f"--haystack_file={essay_file}")
+        assert len(quick) == asked
+
+
+def test_only_lengths_that_hold_no_prompt_are_an_error(run, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, run, "--tasks=niah_multikey_3", "--lengths=1,128")
+    printed = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and printed.startswith("error: ") and "\n" not in printed
+    assert "lengths end at 128, and these tasks need at least 1,069 tokens" in printed
+    assert not (run / "eval").exists()
 
 
 def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, capsys, quick):
@@ -425,7 +472,7 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
     for head in re.findall(r"at (\S+) tokens: prompt (\S+) \+ answer (\S+) = (\S+)", printed):
         length, prompt, budget, total = (int(x.replace(",", "")) for x in head)
         assert length in (512, 1050) and prompt + budget == total <= length and budget == N.BUDGET[enc.name]
-    assert ("niah_multiquery: n/a: needs at least 1,1" in printed) == (enc.name == "bytes")
+    assert ("niah_multiquery: n/a: needs at least 1,2" in printed) == (enc.name == "bytes")
     call(monkeypatch, *options, f"--tokenizer={enc.name}")
     assert capsys.readouterr().out.count("mentioned in the provided text?") == 8
     call(monkeypatch, run, *options, "--tasks=niah_single_1")
