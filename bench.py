@@ -130,7 +130,8 @@ def measure(case: Case, model_cfg: M.ModelConfig, cfg: BenchConfig, device: torc
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
-    tokens = idx.numel() / statistics.median(times[cfg.warmup :])
+    seconds = max(statistics.median(times[cfg.warmup :]), 1e-9)  # a slow clock may not have moved
+    tokens = idx.numel() / seconds
     peak = peak_flops(device, dtype)
     return {
         "case": str(case),
@@ -290,7 +291,7 @@ def streaming_row(record: dict, plain: dict) -> list[str]:
         record["way"],
         f"{seconds:.2f}",
         f"{1000 * seconds / record['length']:.4f}",
-        f"{seconds / plain['seconds']:.2f}" if "seconds" in plain else "",
+        f"{seconds / plain['seconds']:.2f}" if plain.get("seconds") else "",
         f"{memory / 1e6:.0f}" if memory is not None else "n/a",
         f"{100 * np.mean(skipped):.0f}%" if skipped else "",
     ]

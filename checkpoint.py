@@ -15,9 +15,13 @@ from shards import replacing
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
-    """Whatever happens, `path` is the old checkpoint or the new one, whole."""
-    with replacing(path) as file:
-        torch.save(state, file)
+    """Whatever happens, `path` is the old checkpoint or the new one, whole. OSError, in one
+    sentence, if the new one cannot be written."""
+    try:
+        with replacing(path) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:  # torch: RuntimeError, in the context of an OSError
+        raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
 
 
 def load_path(path: str | Path) -> Path:
@@ -32,7 +36,9 @@ def load_checkpoint(path: str | Path) -> dict:
         raise FileNotFoundError(f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
-        saved["model"], saved["model_config"]
+        saved["model"], saved["model_config"]["block_size"]
+    except OSError:  # such as a folder of another user; user_errors() names the file
+        raise
     except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
         raise ValueError(f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py") from error
     return saved
@@ -41,11 +47,11 @@ def load_checkpoint(path: str | Path) -> dict:
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPT, dict]:
     """The model of a checkpoint file, or of last.pt in a run folder, ready to evaluate, and all that was saved."""
     saved = load_checkpoint(path)
-    config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
     try:
+        config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
         model = GPT(ModelConfig(**config))
         model.load_state_dict(saved["model"])
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:  # a file may hold anything under these names
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{path} holds no model of this version of the program: {reason}") from error
     return model.to(device).eval(), saved

@@ -36,12 +36,31 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call a script's main(); Ctrl-C ends it without a traceback, with the exit status that shells expect."""
+    """Call a script's main(). Ctrl-C, a reader that has gone (`| head`), a full disk and a folder of
+    another user end it without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console that lacks a character shows "?"
+        sys.stdout.reconfigure(errors="replace")
     try:
-        main()
+        with user_errors((OSError,)):
+            main()
+            print(end="", flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:  # ends like Ctrl-C: finished work is on disk
+        raise SystemExit(130) from None
+    finally:
+        say("", end="")
+
+
+def say(line: str, end: str = "\n") -> bool:
+    """Print at once. False if the output has nowhere to go any more: then the rest is dropped."""
+    try:
+        print(line, end=end, flush=True)
+    except OSError:  # would come again when Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def check_folder(path: Path) -> None:
@@ -54,11 +73,14 @@ def check_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn a ValueError or OSError into fail(). Wrap only what reads a user's input: elsewhere these are our bugs."""
+def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
+    """Turn errors of these kinds into fail(). Wrap only what reads a user's input: elsewhere a
+    ValueError is our bug."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except BrokenPipeError:  # no mistake: run() ends quietly
+        raise
+    except kinds as error:
         if isinstance(error, OSError) and error.filename is not None:
             fail(f"{error.filename}: {(error.strerror or type(error).__name__).lower()}")
         fail(" ".join(str(error).splitlines()) or type(error).__name__)
@@ -103,9 +125,16 @@ def check(value: Any, kind: Any) -> Any:
         value = tuple(value) if isinstance(value, list) else (value,)
     if not fits(value, kind):
         raise ValueError(f"expected {expected(kind)}")
+    if kind is str:
+        return expand(value)
     if get_origin(kind) is tuple:
         return tuple(check(item, get_args(kind)[0]) for item in value)
     return float(value) if kind is float else value
+
+
+def expand(text: str) -> str:
+    """A path in the home folder, written out: shells leave the one in --key=~/path alone."""
+    return os.path.expanduser(text) if text[:2] in ("~", "~/", "~\\") else text
 
 
 def from_text(text: str, kind: Any) -> Any:
@@ -192,7 +221,7 @@ def parse(
     """
     kinds = field_types(classes)
     wants_help = "--help" in argv or "-h" in argv
-    words = [word for word in argv if not word.startswith("-")]
+    words = [expand(word) for word in argv if not word.startswith("-")]
     options: dict[str, Any] = {}
     with user_errors():
         for word, following in zip(argv, [*argv, ""][1:], strict=True):

@@ -92,7 +92,11 @@ class Processes(NamedTuple):
     def join(cls, device: str) -> "Processes":
         """Read what torchrun has put into the environment, and meet the others: on CUDA over NCCL, else over gloo."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        found = cls(*(int(os.environ.get(name, default)) for name, default in zip(names, cls(), strict=True)))
+        told = [os.environ.get(name, str(default)) for name, default in zip(names, cls(), strict=True)]
+        if not all(map(str.isdecimal, told)) or int(told[0]) >= int(told[2]):
+            shown = ", ".join(f"{name}={value}" for name, value in zip(names, told, strict=True))
+            raise ValueError(f"the environment has {shown}, which torchrun did not set; unset them")
+        found = cls(*map(int, told))
         if found.world > 1:
             cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
             if cuda:  # before anything else touches a GPU, or every process would open the first one too

@@ -1,5 +1,6 @@
 """Perplexity, ARC and MMLU: what a model knows, scored by the rules of the field's harness (lm-evaluation-harness).
 
+python eval_downstream.py --source=book.txt                              # the model that comes with the program
 python eval_downstream.py out/ggd_bam_cpu                                # perplexity on the validation documents
 python eval_downstream.py out/a out/b --source=book.txt --length=32768   # on any text
 python eval_downstream.py out/a --tasks=arc_easy,arc_challenge,mmlu,mmlu_continuation     # data from the hub
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 import configurator
 import records
-from configurator import fail, user_errors
+from configurator import user_errors
 from device import pick_device
 from eval_passkey import LONGEST, MULTIPLES
 from questions import TASKS, Question, load_questions, load_rows, measure_choices, pooled, shots
@@ -236,7 +237,7 @@ def evaluate(path: str, cfg: DownstreamConfig, questions: dict, device: torch.de
         file, like = folder_of(path) / f"{cell.task}.jsonl", {"metric": cell.task, "config": cell.config}
         record = records.finished(file, like | {"weights": about["weights"]}) if cfg.resume else None
         if record is None:
-            began = time.time()
+            began = time.perf_counter()
             if cell.measure:
                 names = (name_of(path), cell.task, cell.config.get("subject"), cell.config.get("context"))
                 title = " ".join(str(name) for name in names if name)
@@ -244,7 +245,7 @@ def evaluate(path: str, cfg: DownstreamConfig, questions: dict, device: torch.de
                     measured = cell.measure(bar.update)
             else:
                 measured = pooled([r for r in earlier if r["metric"] == cell.task])
-            record = like | measured | {"seconds": round(time.time() - began, 2)} | about
+            record = like | measured | {"seconds": round(time.perf_counter() - began, 2)} | about
             records.append_record(file, record)
         earlier.append(record)
         yield record
@@ -354,9 +355,7 @@ def prepare(cfg: DownstreamConfig, runs: list[str]) -> tuple[DownstreamConfig, d
 
 def main() -> None:
     (cfg,), runs = configurator.parse([DownstreamConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = records.distinct(runs)
-    if not runs:
-        fail("no run given; name one or more run folders or checkpoint files, such as out/ggd_bam_cpu")
+    runs = records.distinct(runs or [str(records.PRETRAINED)])
     with user_errors():
         device, _ = pick_device(cfg.device)
         cfg, questions = prepare(cfg, runs)

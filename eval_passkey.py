@@ -281,14 +281,14 @@ def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: to
         if cfg.resume and (record := finished(file, cell | {"weights": about["weights"]})):
             yield record
             continue
-        began = time.time()
+        began = time.perf_counter()
         with user_errors():
             prompts = make_prompts(run.enc, texts, cfg, length)
         label, total = f"{name_of(path)}, {length:,} tokens", work(prompts, cfg.batch_tokens)
         with tqdm(total=total, desc=label, bar_format=BAR, disable=None) as bar:
             scorer = SharingScorer(run.model, cfg, bar.update)
             found = retrieved(scorer, prompts, cfg.batch_tokens)
-        seconds, skipped = round(time.time() - began, 2), scorer.cache.skipped().round(decimals=4).tolist()
+        seconds, skipped = round(time.perf_counter() - began, 2), scorer.cache.skipped().round(decimals=4).tolist()
         record = cell | result(found, cfg) | {"seconds": seconds, "skipped_blocks": skipped} | about
         append_record(file, record)
         yield record

@@ -1,5 +1,6 @@
 """RULER's needle-in-a-haystack tasks: eight ways to hide short facts in a long text and to ask for them at its end.
 
+python eval_ruler.py                                                   # the model that comes with the program
 python eval_ruler.py out/ggd_bam_cpu                                   # 1x to 16x the training length
 python eval_ruler.py out/a out/b --tasks=niah_single_1 --lengths=4096,131072 --samples=500
 python eval_ruler.py --dry_run --tokenizer=gpt2 --lengths=4096         # one prompt a task, to look at
@@ -124,14 +125,14 @@ def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[st
     bar = tqdm(total=total, desc=records.name_of(path), bar_format=records.BAR, disable=None)
     for c, w, record in zip(cells, work, done, strict=True):
         if not record:
-            began, outcomes = time.time(), []
+            began, outcomes = time.perf_counter(), []
             bar.set_postfix_str(f"{c['task']}, {c['length']:,} tokens")
             for index in range(cfg.samples if w else 0):
                 sample = make_sample(c["task"], cfg.seed, index, c["length"], run.enc, essay)
                 outcomes.append(ask(run, sample))
                 bar.update(w)
             numbers = result(outcomes) if outcomes else {"n": 0}
-            record = c | numbers | {"seconds": round(time.time() - began, 2)} | about
+            record = c | numbers | {"seconds": round(time.perf_counter() - began, 2)} | about
             records.append_record(file, record)
         yield record
     bar.close()
@@ -202,12 +203,10 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
 
 def main() -> None:
     (cfg,), runs = configurator.parse([RulerConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = records.distinct(runs)
     with user_errors():
         if cfg.tokenizer != "auto" and (runs or not cfg.dry_run):
             raise ValueError("tokenizer is for --dry_run without a run; a run has its own")
-        if not runs and cfg.tokenizer == "auto":
-            raise ValueError("no run given; name run folders, such as out/ggd_bam_cpu, or --dry_run --tokenizer=gpt2")
+        runs = records.distinct(runs or [str(records.PRETRAINED)] * (cfg.tokenizer == "auto"))
         pick_device(cfg.device)
         essay = read_essay(cfg.haystack_file) if any(TASKS[name].haystack == "essay" for name in cfg.tasks) else []
         loaded = (records.load_run(run, torch.device("cpu")) for run in runs)

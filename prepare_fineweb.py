@@ -463,7 +463,7 @@ def prepare_hub(config: PrepareConfig, plan: dict) -> dict:
 
 def prepare(config: PrepareConfig) -> None:
     """Prepare one data set, unless it is there already."""
-    started, folder = time.time(), Path(config.out_dir)
+    started, folder = time.perf_counter(), Path(config.out_dir)
     notes = earlier_run(config)
     finished = {} if (folder / UNFINISHED).exists() else notes.get("shards", {})
     if finished and len(whole_shards(folder, notes)) == len(finished):
@@ -473,7 +473,7 @@ def prepare(config: PrepareConfig) -> None:
     configurator.check_folder(folder)
     meta = prepare_hub(config, notes) if config.source == "hub" else prepare_in_memory(config)
     sizes = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"
-    print(f"wrote {sizes} in {len(meta['shards'])} shards to {folder} in {time.time() - started:.1f} s")
+    print(f"wrote {sizes} in {len(meta['shards'])} shards to {folder} in {time.perf_counter() - started:.1f} s")
 
 
 def main() -> None:

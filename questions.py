@@ -103,11 +103,17 @@ def load_rows(hub: str, config: str, split: str, data_dir: str) -> list[dict]:
         if not data_dir:
             return list(load_dataset(hub, config, split=split))
         kind = "json" if files[0].endswith(".jsonl") else "parquet"
-        return list(load_dataset(kind, data_files=files, split="train", streaming=True))
+        rows = list(load_dataset(kind, data_files=files, split="train", streaming=True))
     except Exception as error:  # datasets, pyarrow and the hub have their own kinds
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         advice = "it is no such file" if data_dir else "connect to the network, or give its files with --data_dir"
-        raise ValueError(f"{files[0] if files else hub} cannot be read; {advice} ({reason})") from error
+        no_rows = data_dir and ("StopIteration" in reason or "BatchSize" in reason)
+        if not no_rows:
+            raise ValueError(f"{files[0] if files else hub} cannot be read; {advice} ({reason})") from error
+        rows = []
+    if not rows:
+        raise ValueError(f"{files[0]} has no rows; give another file, or another --data_dir")
+    return rows
 
 
 def load_items(task: Task, split: str, data_dir: str) -> dict[str, list[Item]]:

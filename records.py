@@ -137,6 +137,17 @@ def read_records(file: Path) -> list[dict]:
     return found
 
 
+def newest(records: Iterable[dict]) -> list[dict]:
+    """Of the records with the same cell in every table, the last: who evaluates again wants it."""
+    cells = {}
+    names = "metric variant rate seed trained task subject way length context filler wording"
+    names += " window window_attention"
+    for r in records:
+        about = (r.get("config") or {}) | r | {"trained": (r.get("train_config") or {}).get("seed")}
+        cells[json.dumps([about.get(name) for name in names.split()])] = r
+    return list(cells.values())
+
+
 def finished(file: Path, like: dict) -> dict | None:
     """The newest record of a file that has all of these values, for --resume; values as JSON has them."""
     like = json.loads(json.dumps(like))

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from posteriors import panels, save
-from records import STYLES, read_records
+from records import STYLES, newest, read_records
 from shards import replacing
 from study import ABLATIONS, FULL, LABELS, SSMAX
 
@@ -34,7 +34,8 @@ def passkey_cells(records: Iterable[dict], row: str) -> dict:
     """{(row's value, test, length): records}, of the passkey records; `row` is what names a table's row."""
     tests, cells = {texts: test for test, texts in TESTS.items()}, defaultdict(list)
     for r in records:
-        texts = r["metric"] == "passkey" and (r["config"]["filler"], r["config"]["wording"])
+        plain = r["metric"] == "passkey" and not r["config"].get("window")
+        texts = plain and (r["config"]["filler"], r["config"]["wording"])
         if texts in tests:
             cells[r[row], tests[texts], r["length"]].append(r)
     return cells
@@ -291,7 +292,7 @@ def tables(root: Path) -> dict[str, str]:
     """Every table by its name. ValueError, in one sentence, if a file has no records."""
     found = {}
     for name, makers in SOURCES.items():
-        if not (records := read_records(root / "results" / name)):
+        if not (records := newest(read_records(root / "results" / name))):
             raise ValueError(f"{root / 'results' / name} has no records; run the evaluations first")
         found |= {table: make(records) for table, make in makers.items()}
     return found
@@ -302,7 +303,7 @@ def write(root: Path = ROOT) -> None:
     sentence, if a file is missing; README.md is then what it was."""
     made, results = tables(root), root / "results"
     text = filled((root / "README.md").read_text(encoding="utf-8"), made)
-    studies = [read_records(results / name) for name in ("study.jsonl", "study_long.jsonl")]
+    studies = [newest(read_records(results / name)) for name in ("study.jsonl", "study_long.jsonl")]
     save(passkey_picture(studies), results, "study_passkey.png")
     save(perplexity_picture(studies), results, "study_perplexity.png")
     with replacing(root / "README.md") as file:

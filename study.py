@@ -26,7 +26,7 @@ import configurator
 from checkpoint import load_checkpoint, load_model
 from configurator import fail, user_errors
 from model import ModelConfig
-from records import fingerprint, read_records
+from records import fingerprint, newest, read_records
 from shards import replacing
 from train import DIVERGED, TrainConfig
 
@@ -200,11 +200,9 @@ def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
     numbers = {name: end[name] for name in ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")}
     numbers |= {name: saved[name] for name in ("commit", "train_config", "model_config")}
     yield about | {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)} | numbers
-    newest, weights = {}, fingerprint(load_model(folder)[0]) if chosen else None
-    for file in sorted((folder / "eval").glob("*.jsonl")) if chosen else ():
-        for record in filter(lambda r: asked(cfg, r, weights), read_records(file)):
-            newest[json.dumps([record.get(k) for k in ("metric", "task", "length", "config")])] = record
-    for record in newest.values():
+    weights = fingerprint(load_model(folder)[0]) if chosen else None
+    files = sorted((folder / "eval").glob("*.jsonl")) if chosen else ()
+    for record in newest(r for file in files for r in read_records(file) if asked(cfg, r, weights)):
         left_out = ("checkpoint", "model_config", "train_config", "step", "commit")  # the training's record has them
         yield about | {k: v for k, v in record.items() if k not in left_out}
 

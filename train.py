@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import check_folder, fail, user_errors
+from configurator import check_folder, fail, say, user_errors
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig
 from shards import UNFINISHED, read_meta, replacing
@@ -152,10 +152,11 @@ def choose_device(cfg: TrainConfig, processes: Processes) -> tuple[torch.device,
 
 
 def git_commit() -> str | None:
-    """The commit of this program, for the record; None where that is unknown."""
-    try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    """The commit of this program, and -dirty if its files differ; None where that is unknown."""
+    try:  # with the folder named: git would go up to a repository that merely holds this program
+        command = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
+        command += ["describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -179,7 +180,7 @@ class Trainer:
 
     def __init__(self, cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes):
         self.cfg, self.T, self.processes = cfg, model_cfg.block_size, processes
-        self.out = Path(cfg.out_dir)
+        self.out, self.commit = Path(cfg.out_dir), git_commit()
         self.saved = self.previous_run()
         windows_per_step, rest = divmod(cfg.tokens_per_step, self.T)
         self.micro_steps, uneven = divmod(windows_per_step, cfg.batch_size * processes.world)
@@ -247,7 +248,7 @@ class Trainer:
             if self.saved["model_config"] != asdict(self.model.cfg):
                 raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
             needed = {"optimizer", "scaler", "step", "best", "seconds", "skipped", "processes", "rng", "train_config"}
-            if missing := needed - set(self.saved):
+            if missing := {name for name in (*needed, "tokenizer") if self.saved.get(name) is None}:
                 raise ValueError(f"{self.out} cannot be resumed: its last.pt has no {', '.join(sorted(missing))}")
             if (tokenizer := self.saved["tokenizer"]) != self.meta["tokenizer"]:
                 raise ValueError(f"{self.out} was trained with tokenizer {tokenizer}, not {self.meta['tokenizer']}")
@@ -299,7 +300,7 @@ class Trainer:
             "train_config": asdict(self.cfg),
             "tokenizer": self.meta["tokenizer"],
             "data": self.cfg.data,
-            "commit": git_commit(),
+            "commit": self.commit,
         }
         save_checkpoint(self.out / name, state)
 
@@ -344,7 +345,7 @@ class Trainer:
         if finite:
             return
         self.skipped += 1
-        print(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all", flush=True)
+        self.say(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all")
         if self.skipped_in_a_row == PATIENCE:
             kept = f"{self.out / 'last.pt'} has step {self.kept}" if self.kept else "no checkpoint was written yet"
             fail(
@@ -362,7 +363,7 @@ class Trainer:
         """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
         losses = self.validation.run(self.model, self.device, self.autocast)
         if not math.isfinite(losses["val"]):
-            print(f"step {self.step}: the validation loss is {losses['val']}, so no checkpoint is written")
+            self.say(f"step {self.step}: the validation loss is {losses['val']}, so no checkpoint is written")
             return losses
         if losses["val"] < self.best and not self.doubtful():
             self.best = losses["val"]
@@ -376,14 +377,14 @@ class Trainer:
 
     def save_last(self) -> None:
         if self.doubtful():
-            print(f"step {self.step} was skipped, so no checkpoint is written")
+            self.say(f"step {self.step} was skipped, so no checkpoint is written")
             return
         self.save("last.pt")
         self.kept = self.step
 
     def speed(self, steps: int, seconds: float) -> dict:
         """Tokens a second, the share of the device's peak that the model's own operations are, and memory in bytes."""
-        rate = steps * self.cfg.tokens_per_step / seconds
+        rate = steps * self.cfg.tokens_per_step / max(seconds, 1e-9)  # a clock may not have moved
         peak = peak_flops(self.device, self.dtype)
         mfu = rate * self.model.flops_per_token(self.T) / (peak * self.processes.world) if peak else None
         return {"tokens_per_second": round(rate), "mfu": mfu, "peak_memory": peak_memory(self.device)}
@@ -394,7 +395,7 @@ class Trainer:
         return self.processes.mean(told).item() > 0
 
     def loop(self) -> None:
-        cfg, began, before, first = self.cfg, time.time(), self.seconds, self.step
+        cfg, began, before, first = self.cfg, time.perf_counter(), self.seconds, self.step
         if first >= cfg.max_steps:
             print(f"{self.out} is at step {first} of {cfg.max_steps} already: nothing to do")
         since, steps = began, 0  # of the last log line, without the time of validations
@@ -402,28 +403,33 @@ class Trainer:
         while self.step < cfg.max_steps and not told:
             loss, norm = self.train_step()
             steps += 1
-            self.seconds = before + time.time() - began
+            self.seconds = before + time.perf_counter() - began
             if told := self.told_to_stop():  # first of all, since who stops a run may not wait for a validation
                 self.save_last()
             validate = self.step % cfg.eval_interval == 0 or self.step == cfg.max_steps
             if not validate and not told and self.step % cfg.log_interval:
                 continue
             record = {"step": self.step, "loss": loss, "grad_norm": norm, "skipped": self.skipped}
-            record |= {"seconds": self.seconds, **self.speed(steps, time.time() - since)}
+            record |= {"seconds": self.seconds, **self.speed(steps, time.perf_counter() - since)}
             record |= self.evaluate() if validate else {}
-            since, steps = time.time(), 0
+            since, steps = time.perf_counter(), 0
             self.log(record | self.model.prior_values())
-            left = (time.time() - began) / (self.step - first) * (cfg.max_steps - self.step)
-            print(log_line(record, cfg.max_steps, left), flush=True)
+            left = (time.perf_counter() - began) / (self.step - first) * (cfg.max_steps - self.step)
+            self.say(log_line(record, cfg.max_steps, left))
         if told:
-            print(f"stopped at step {self.step}; {self.out / 'last.pt'} has step {self.kept}, --resume continues")
+            self.say(f"stopped at step {self.step}; {self.out / 'last.pt'} has step {self.kept}, --resume continues")
         self.stop = told
 
     def interrupt(self, *_) -> None:
         """First Ctrl-C: finish this step, save, stop. Second: stop at once."""
         self.stop = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping after this step (Ctrl-C again: at once)", flush=True)
+        self.say("stopping after this step (Ctrl-C again: at once)")
+
+    def say(self, line: str) -> None:
+        """Print. When nobody reads any more (`| head`), stop as after Ctrl-C."""
+        if not say(line):
+            self.stop = True
 
 
 def log_line(record: dict, max_steps: int, seconds_left: float) -> str:

@@ -78,6 +78,15 @@ def test_streaming_command_line(tmp_path, monkeypatch, capsys):
     assert np.shape(records[-1]["skipped_blocks"]) == (2, 2) and np.min(records[-1]["skipped_blocks"]) > 0
 
 
+def test_a_clock_that_does_not_move_is_no_division_by_zero(monkeypatch):
+    monkeypatch.setattr(B.time, "perf_counter", lambda: 5.0)
+    shape = M.ModelConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
+    cfg = B.BenchConfig(batch_size=1, steps=1, warmup=0)
+    assert B.measure(B.Case("nope", "plain", False), shape, cfg, torch.device("cpu"), torch.float32)["bytes"] is None
+    record = {"way": "exact", "length": 256, "seconds": 0.0, "bytes": None, "skipped_blocks": None}
+    assert B.streaming_row(record, record)[2:5] == ["0.00", "0.0000", ""]
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -1,6 +1,9 @@
 """configurator.py: what a user can write, and what each mistake is told."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -8,6 +11,8 @@ from typing import Literal
 import pytest
 
 from configurator import fail, meanings, parse, run, user_errors
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -318,6 +323,58 @@ def test_ctrl_c_ends_without_a_traceback(capsys):
     with pytest.raises(SystemExit) as stopped:
         run(main)
     assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def call(code, stdout=subprocess.PIPE, **environment):
+    """A process that runs `code` after importing configurator; stdout "closed": a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import configurator as c\n{code}"
+    stdout, environment = writer if stdout == "closed" else stdout, os.environ | environment
+    done = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    os.close(writer)
+    return done
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("main", "status"),
+    [
+        ("print('table')", 130),
+        ("c.parse([], ['--help'], 'First.')", None),
+        ("print('table' * 9999)", 130),
+        ("with c.user_errors(): print('table', flush=True)", 130),
+        ("print('table'); c.fail('no')", None),
+    ],
+)
+def test_a_reader_that_has_gone_ends_a_script_quietly(main, status, unbuffered):
+    done = call(f"def main():\n    {main}\nc.run(main)", "closed", PYTHONUNBUFFERED=unbuffered)
+    assert done.stderr in (b"", b"error: no\n") and done.returncode in ((0, 2, 130) if status is None else (status,))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_console_that_lacks_a_character_ends_nothing(encoding):
+    done = call("c.run(lambda: print('1.5 \u00b1 0.1 \u6771'))", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0 and done.stderr == b""
+    assert done.stdout.strip() == (b"1.5 ? 0.1 ?" if encoding == "ascii" else b"1.5 \xb1 0.1 ?")
+
+
+def test_an_error_of_the_system_is_one_sentence(capsys):
+    def main():
+        raise PermissionError(13, "Permission denied", "out/theirs/last.pt")
+
+    with pytest.raises(SystemExit) as stopped:
+        run(main)
+    assert stopped.value.code == 2 and capsys.readouterr().err == "error: out/theirs/last.pt: permission denied\n"
+
+
+def test_the_home_folder_in_every_string(monkeypatch, file):
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("USERPROFILE", "/home/ada")
+    _, got, words = read("--out_dir=~/x", "--tasks=~/a,b~/,~", "~/run", "~x", positional="runs")
+    assert got.out_dir == "/home/ada/x" and got.tasks == ("/home/ada/a", "b~/", "/home/ada")
+    assert words == ["/home/ada/run", "~x"]
+    assert read(file("out_dir = '~/x'"))[1].out_dir == "/home/ada/x"
 
 
 def test_every_key_of_every_script_has_a_meaning():

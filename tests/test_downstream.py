@@ -6,6 +6,7 @@ import os
 import random
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -550,7 +551,6 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no run given"),
         (("missing",), "no checkpoint missing"),
         (("RUN",), "name a text for the perplexity with --source"),
         (("RUN", "--tasks=arc_esay"), "tasks is arc_esay; it may hold perplexity, arc_easy"),
@@ -595,11 +595,28 @@ def test_a_row_of_another_schema_is_named(tmp_path, change):
 
 
 def test_damaged_file_is_named(tmp_path):
-    for name, content in (("ARC-Easy_test.parquet", b"PAR1"), ("test.jsonl", b"")):
+    for name, content in (("ARC-Easy_test.parquet", b"PAR1"), ("test.jsonl", b"{broken")):
         (tmp_path / name).write_bytes(content)
     for task, name in (("arc_easy", "ARC-Easy_test.parquet"), ("mmlu_continuation", "test.jsonl")):
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
             load(task, E.DownstreamConfig(data_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["blank.jsonl", "empty.jsonl", "empty.parquet"])
+def test_a_file_without_rows_is_named(tmp_path, name):
+    file = tmp_path / f"ARC-Easy_test.{name.split('.')[1]}"
+    file.write_text("\n\n" if name == "blank.jsonl" else "", encoding="utf-8")
+    if name == "empty.parquet":
+        datasets.Dataset.from_dict({"question": [], "answerKey": []}).to_parquet(file)
+    with pytest.raises(ValueError, match=f"{file.name} has no rows"):
+        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
+
+
+def test_without_a_run_the_model_that_comes_along(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(E.records, "PRETRAINED", run)
+    (tmp_path / "text.txt").write_text("some words " * 60, encoding="utf-8")
+    call(monkeypatch, f"--source={tmp_path / 'text.txt'}", "--contexts=32")
+    assert "perplexity" in capsys.readouterr().out and (run / "eval" / "perplexity.jsonl").exists()
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

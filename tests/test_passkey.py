@@ -268,8 +268,14 @@ def test_all_runs_are_checked_before_the_first_is_tested(run, tmp_path, monkeypa
     bad.mkdir()
     for change, message in (
         ({"tokenizer": "nonsense"}, "unknown tokenizer"),
-        ({"model_config": {"n_layers": 3}}, "no model of this version"),
+        ({"model_config": {"n_layers": 3}}, "is not a checkpoint (KeyError)"),
+        ({"model_config": {"n_layers": 3, "block_size": 128}}, "no model of this version"),
+        ({"model_config": {"n_layer": "3", "block_size": 128}}, "no model of this version"),
+        ({"model_config": None}, "is not a checkpoint (TypeError)"),
+        ({"model_config": [1]}, "is not a checkpoint (TypeError)"),
         ({"model": {}}, "no model of this version"),
+        ({"model": None}, "no model of this version"),
+        ({"model": {1: 2}}, "no model of this version"),
     ):
         save_checkpoint(bad / "last.pt", torch.load(run / "last.pt", weights_only=True) | change)
         with pytest.raises(SystemExit) as stopped:

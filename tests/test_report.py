@@ -3,6 +3,7 @@
 import pytest
 
 import report as R
+from records import append_record
 
 SIZE = {"model_config": {"block_size": 256}, "step": 800, "train_config": {"tokens_per_step": 2048}}
 
@@ -124,6 +125,25 @@ def test_the_readme_has_what_its_records_say():
     """README.md was made from results/: whoever changes one of them calls plot_priors.py --readme."""
     text = (R.ROOT / "README.md").read_text(encoding="utf-8")
     assert R.filled(text, R.tables(R.ROOT)) == text
+
+
+def test_who_evaluates_twice_sees_the_newer_number(tmp_path, monkeypatch):
+    """In every table; another seed, test or length is no second time, and a window of attention another test."""
+    monkeypatch.setattr(R, "SOURCES", {"study.jsonl": R.SOURCES["study.jsonl"], "one.jsonl": {"one": R.default_table}})
+    about = {"training_length": 256, "train_config": {"seed": 1}}
+    one = [passkey("", 0, 256, correct) | about for correct in (20, 18, 1)]
+    one[0]["config"] = one[0]["config"] | {"depths": 20}  # who changes that asks the same of the same cell
+    one[2]["config"] = one[2]["config"] | {"window": 64}
+    old = [passkey("ggd_ssmax", 2, 4096, 0), perplexity("rope", 1, 256, 9.0), ruler("ggd_ssmax", 1, 2048, 0, 0.0)]
+    old += [passkey("s_1", 1, 256, 0), training("rope", 1, 9.0, rate=3.0)]
+    for name, records in (("one.jsonl", one), ("study.jsonl", [*old, *STUDY])):
+        for record in records:
+            append_record(tmp_path / "results" / name, record)
+    tables = R.tables(tmp_path)
+    assert tables["one"].splitlines()[3:] == ["| 1 | 18 [80, 100] |"]
+    assert {k: v for k, v in tables.items() if k != "one"} == {
+        name: make(STUDY) for name, make in R.SOURCES["study.jsonl"].items()
+    }
 
 
 def test_missing_records_leave_the_readme_alone(tmp_path):

@@ -463,6 +463,14 @@ def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, 
     assert header.split()[1:] == ["128", "256", "512", "1,024", "2,048"]
 
 
+def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys):
+    monkeypatch.setattr(E.records, "PRETRAINED", run)
+    call(monkeypatch, "--dry_run", "--tasks=niah_single_1")
+    assert capsys.readouterr().out.startswith("==== niah_single_1 at 1,024 tokens: prompt ")
+    call(monkeypatch, "--tasks=niah_single_1", "--lengths=1")
+    assert [record["needs"] for record in read_records(run / "eval" / "ruler.jsonl")] > [1]
+
+
 def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
     options = ("--dry_run", f"--haystack_file={essay_file}")
     call(monkeypatch, *options, f"--tokenizer={enc.name}", "--lengths=512,1050")
@@ -493,8 +501,7 @@ def test_the_default_haystack_is_missing(run, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no run given"),
-        (("--dry_run",), "no run given"),
+        (("--tokenizer=gpt2",), "tokenizer is for --dry_run"),
         (("RUN", "--tokenizer=gpt2"), "tokenizer"),
         (("RUN", "--dry_run", "--tokenizer=bytes"), "tokenizer"),
         (("missing", "--tasks=niah_single_1"), "no checkpoint missing"),

@@ -4,14 +4,17 @@ import copy
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 import torch
 
+import configurator
 import train as T
 from checkpoint import load_checkpoint
 from device import Processes
@@ -120,6 +123,95 @@ def test_ctrl_c_saves_and_exits_with_130(data, tmp_path):
     assert done.returncode == 130, done.stderr
     assert load_checkpoint(tmp_path / "out")["step"] == 4 and "--resume continues" in done.stdout
     assert (tmp_path / "out/config.json").exists()
+
+
+def test_a_reader_that_has_gone_stops_with_a_checkpoint(data, tmp_path):
+    """As in `python train.py ... | head -5`: once a log line finds the pipe closed, the next step is the last."""
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + [f"--data={data}", f"--out_dir={tmp_path / 'out'}"]
+    options += ["--batch_size=2", "--tokens_per_step=64", "--max_steps=99", "--log_interval=3", "--device=cpu"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(T.ROOT / "train.py"), *options]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # or already the set-up's lines would end it
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert load_checkpoint(tmp_path / "out")["step"] == 4
+
+
+def test_a_clock_that_does_not_move_is_no_division_by_zero(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(T, "time", types.SimpleNamespace(time=lambda: 5.0, perf_counter=lambda: 5.0))
+    run = trainer(data, tmp_path / "out")
+    run.loop()
+    assert run.step == 10 and run.seconds == 0.0
+
+
+def test_seconds_are_not_of_a_clock_that_can_be_set_back(data, tmp_path, monkeypatch):
+    hours = iter(range(999, 0, -1))
+    monkeypatch.setattr(T.time, "time", lambda: 3600.0 * next(hours))
+    run = trainer(data, tmp_path / "out")
+    run.loop()
+    assert run.seconds > 0
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(data, tmp_path, capsys):
+    """Stands for a full disk: the largest size of a file, below that of a checkpoint."""
+    resource = pytest.importorskip("resource")
+    trainer(data, tmp_path / "out", max_steps=5).loop()
+    before = (tmp_path / "out/last.pt").read_bytes()
+    run = trainer(data, tmp_path / "out", resume=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            configurator.run(run.loop)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and printed.startswith("error: ") and printed.count("\n") == 1
+    assert "last.pt cannot be written: [Errno 27] File too large" in printed or "best.pt" in printed
+    assert (tmp_path / "out/last.pt").read_bytes() == before and not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_a_checkpoint_that_may_not_be_read_is_no_damaged_one(data, tmp_path, monkeypatch, capsys):
+    def refused(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    trainer(data, tmp_path / "out", max_steps=1).loop()
+    monkeypatch.setattr(torch, "load", refused)
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out", resume=True)
+    assert stopped.value.code == 2 and capsys.readouterr().err.endswith("last.pt: permission denied\n")
+
+
+@pytest.mark.parametrize("name", ["train_config", "tokenizer"])
+def test_a_checkpoint_that_lacks_a_part_cannot_be_resumed(data, tmp_path, capsys, name):
+    trainer(data, tmp_path / "out", max_steps=1).loop()
+    T.save_checkpoint(tmp_path / "out/last.pt", load_checkpoint(tmp_path / "out") | {name: None})
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out", resume=True)
+    assert stopped.value.code == 2 and f"its last.pt has no {name}" in capsys.readouterr().err
+
+
+def test_the_commit_is_this_programs_and_says_what_was_changed(tmp_path, monkeypatch):
+    def git(*words):
+        about = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.check_output(["git", "-C", str(tmp_path), *about, *words], text=True).strip()
+
+    monkeypatch.setattr(T, "ROOT", tmp_path)
+    assert T.git_commit() is None
+    git("init", "-q")
+    (tmp_path / "train.py").write_text("1")
+    git("add", "train.py")
+    git("commit", "-q", "-m", "first")
+    git("tag", "-a", "-m", "first", "v1")
+    (tmp_path / "new.txt").write_text("not a part of it")
+    assert T.git_commit() == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "train.py").write_text("2")
+    assert T.git_commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+    (tmp_path / "nanoBAM").mkdir()  # unpacked inside another repository
+    monkeypatch.setattr(T, "ROOT", tmp_path / "nanoBAM")
+    assert T.git_commit() is None
 
 
 def test_checkpoints_and_log(data, tmp_path):
@@ -467,8 +559,6 @@ def test_data_is_prepared_when_it_is_missing(tmp_path, monkeypatch, capfd):
 
 def test_config_files_are_valid():
     """Every config in config/ loads and builds on the meta device."""
-    import configurator
-
     for file in sorted((T.ROOT / "config").glob("*.py")):
         (model_cfg, _), _ = configurator.parse(
             [ModelConfig, T.TrainConfig], [str(file)], T.__doc__, positional="config"
