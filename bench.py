@@ -9,6 +9,9 @@ prior on torch's own causal attention: what attention costs at least. It is time
 machine was busy with something else, and the ratios are worth as little.
 """
 
+import configurator
+from configurator import check_folder, fail, user_errors
+
 import multiprocessing
 import statistics
 import sys
@@ -26,9 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import configurator
 import model as M
-from configurator import check_folder, fail, user_errors
 from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
 from eval_passkey import PasskeyConfig, make_prompts, texts_for
 from records import aligned, append_record, load_run, origin

@@ -3,13 +3,14 @@
 python checkpoint.py out/ggd_bam_cpu pretrained/ggd_bam_cpu    # the weights of a run without its optimizer's state
 """
 
+import configurator
+from configurator import fail, user_errors
+
 import sys
 from pathlib import Path
 
 import torch
 
-import configurator
-from configurator import fail, user_errors
 from model import GPT, ModelConfig
 from shards import replacing
 

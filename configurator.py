@@ -15,6 +15,7 @@ import inspect
 import io
 import os
 import shlex
+import signal
 import sys
 import textwrap
 import tokenize
@@ -28,6 +29,13 @@ TYPES = {int: "an int", float: "a finite number", str: "a string", bool: "true o
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 HELP_WIDTH, HELP_COLUMN = 100, 32  # in characters; the meanings begin at HELP_COLUMN
 
+# The scripts beside this file import it first. From here on Ctrl-C ends them without a traceback of
+# whatever they import next; run() takes over.
+script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+ours = script.resolve().parent == Path(__file__).resolve().parent
+if ours and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 
 def fail(message: str, status: int = 2) -> NoReturn:
     """End the program as a user's mistake does: one sentence on stderr, exit status 2."""
@@ -38,6 +46,8 @@ def fail(message: str, status: int = 2) -> NoReturn:
 def run(main: Callable[[], None]) -> None:
     """Call a script's main(). Ctrl-C, a reader that has gone (`| head`), a full disk and a folder of
     another user end it without a traceback."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set below, for the time of the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console that lacks a character shows "?"
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -13,6 +13,9 @@ Perplexity, twice. By position: one forward over a long document, averaged in wi
 target tokens, with less or more of the text before them; only this tells whether a longer context helps.
 """
 
+import configurator
+from configurator import user_errors
+
 import hashlib
 import json
 import math
@@ -29,9 +32,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import configurator
 import records
-from configurator import user_errors
 from device import pick_device
 from eval_passkey import LONGEST, MULTIPLES
 from questions import TASKS, Question, load_questions, load_rows, measure_choices, pooled, shots

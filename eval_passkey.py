@@ -11,6 +11,9 @@ appends a record. The prompts of a length come in the order of their depths, and
 before it, the filler up to that one's needle, is not computed again: half of the work.
 """
 
+import configurator
+from configurator import user_errors
+
 import hashlib
 import math
 import sys
@@ -26,9 +29,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import configurator
 from checkpoint import load_checkpoint
-from configurator import user_errors
 from device import pick_device
 from model import GPT
 from records import (

@@ -10,6 +10,9 @@ is the share of the expected values that stand in a greedily generated text. Bes
 passkey test: right if each of its tokens is the most likely one, given the true ones before it.
 """
 
+import configurator
+from configurator import fail, user_errors
+
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +25,7 @@ import tiktoken
 import torch
 from tqdm import tqdm
 
-import configurator
 import records
-from configurator import fail, user_errors
 from device import pick_device
 from eval_passkey import LONGEST, MULTIPLES, cell, cost, digest
 from needles import ADJECTIVES, BUDGET, NOUNS, TASKS, Sample, make_sample, read_essay, shortest

@@ -9,6 +9,9 @@ The prior is always the one that is added to the scores (s ln n b for GGD with S
 this prior does: a negative s turns it round. Saves pictures, prints a table of the heads, appends a record.
 """
 
+import configurator
+from configurator import user_errors
+
 import math
 import sys
 from collections import Counter
@@ -23,10 +26,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import configurator
 import posteriors
 import records
-from configurator import user_errors
 from device import pick_device
 from eval_passkey import PasskeyConfig
 from model import GPT, CausalSelfAttention, ModelConfig

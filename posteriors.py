@@ -10,6 +10,8 @@ Since p and q have the mean 1/n, sum_j p_j q_j = 1/n + n cov(p, q): ln Z is belo
 agree better than by chance, and grows above it without bound the more content has to fight the prior.
 """
 
+from configurator import user_errors
+
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from configurator import user_errors
 from eval_passkey import WORDINGS, PasskeyConfig, cost, make_prompts, texts_for
 from model import GPT, CausalSelfAttention, Layout, Posterior, reference_posterior
 from records import BAR, Run, name_of

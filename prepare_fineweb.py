@@ -12,6 +12,8 @@ The other sources are held in memory, to be shuffled. Shards are llm.c's: 256 in
 document begun by <|endoftext|>. meta.json is written last: a folder that has it is complete.
 """
 
+import configurator
+
 import glob
 import itertools
 import json
@@ -35,7 +37,6 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-import configurator
 from pydocs import pydocs_documents
 from shards import (
     UNFINISHED,

@@ -3,6 +3,8 @@
 A record is one line of out/<run>/eval/<metric>.jsonl and says all that the number depends on.
 """
 
+from configurator import check_folder
+
 import hashlib
 import json
 import math
@@ -14,7 +16,6 @@ import tiktoken
 import torch
 
 from checkpoint import load_model
-from configurator import check_folder
 from device import device_name
 from model import GPT
 from tokenizer import get_tokenizer

@@ -9,6 +9,9 @@ step saw before, is its rate for all seeds. What is trained and evaluated stays,
 are collected in one file. The work is done by the scripts that anyone can call: each command is printed before it runs.
 """
 
+import configurator
+from configurator import fail, user_errors
+
 import json
 import math
 import shlex
@@ -22,9 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import configurator
 from checkpoint import load_checkpoint, load_model
-from configurator import fail, user_errors
 from model import ModelConfig
 from records import fingerprint, newest, read_records
 from shards import replacing

@@ -6,6 +6,9 @@ Writes last.pt, best.pt (lowest validation loss), log.jsonl and config.json into
 step with a checkpoint; --resume continues any stopped or killed run exactly as if it had never stopped.
 """
 
+import configurator
+from configurator import check_folder, fail, say, user_errors
+
 import io
 import json
 import math
@@ -25,9 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import configurator
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import check_folder, fail, say, user_errors
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig
 from shards import UNFINISHED, read_meta, replacing

@@ -1,12 +1,13 @@
 """Every config is loaded and its model built, without memory, on the meta device; the numbers in its comments hold."""
 
+import configurator
+
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import configurator
 from model import GPT, ModelConfig
 from train import TrainConfig
 

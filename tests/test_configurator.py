@@ -1,7 +1,10 @@
 """configurator.py: what a user can write, and what each mistake is told."""
 
+from configurator import fail, meanings, parse, run, user_errors
+
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -10,9 +13,8 @@ from typing import Literal
 
 import pytest
 
-from configurator import fail, meanings, parse, run, user_errors
-
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(p.name for p in ROOT.glob("*.py") if "configurator.run(main)" in p.read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -350,6 +352,17 @@ def call(code, stdout=subprocess.PIPE, **environment):
 def test_a_reader_that_has_gone_ends_a_script_quietly(main, status, unbuffered):
     done = call(f"def main():\n    {main}\nc.run(main)", "closed", PYTHONUNBUFFERED=unbuffered)
     assert done.stderr in (b"", b"error: no\n") and done.returncode in ((0, 2, 130) if status is None else (status,))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_during_the_imports_has_no_traceback(script, tmp_path):
+    """A module that every script imports early sends the signal in its place."""
+    late = "torch" if "import torch" in (ROOT / script).read_text(encoding="utf-8") else "numpy"
+    (tmp_path / f"{late}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)", encoding="utf-8")
+    words, env = [sys.executable, str(ROOT / script)], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, env=env, capture_output=True)
+    assert done.returncode == -signal.SIGINT and not done.stderr
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

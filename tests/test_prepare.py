@@ -1,3 +1,5 @@
+import configurator
+
 import hashlib
 import itertools
 import json
@@ -12,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import configurator
 import prepare_fineweb
 from prepare_fineweb import Place, PrepareConfig, prepare, read_shard, write_shard
 from tokenizer import EOT, get_tokenizer

@@ -1,5 +1,7 @@
 """train.py: data order, exact resume, validation, schedule, and what it says when something is wrong."""
 
+import configurator
+
 import copy
 import dataclasses
 import json
@@ -14,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-import configurator
 import train as T
 from checkpoint import load_checkpoint
 from device import Processes
