@@ -3,6 +3,7 @@ Retrieval exercises: documents in the form of the passkey test, for the training
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
 
 import numpy as np
@@ -52,6 +53,18 @@ def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, wor
     }
 
 
+def name_words(text: str) -> list[str]:
+    """The words that names are made of: a text's lower-case English ones or, if they are the fewer, its words in any
+    script. Of these the first 8 bytes, which are as short in tokens; without spaces, as in Chinese, of each clause."""
+    plain, lower = set(re.findall(r"\b[a-z]{3,8}\b", text)), text.lower()
+    others = {ord(c): " " for c in set(lower) if unicodedata.category(c)[0] not in "LM"}  # no letters, no marks on them
+    runs = {run.encode()[:8].decode(errors="ignore") for run in lower.translate(others).split() if len(run) > 1}
+    words = (plain if 2 * len(plain) >= len(runs) else runs) - HELD_OUT_WORDS
+    if not words:
+        raise ValueError("the text has no words, of which exercises make names; use --retrieval_fraction=0")
+    return sorted(words)
+
+
 def exercise_windows(
     rng: np.random.Generator, count: int, window: int, enc: tiktoken.Encoding, corpus_text: str
 ) -> Iterator[list[int]]:
@@ -59,7 +72,7 @@ def exercise_windows(
 
     An exercise is a document in the form of the passkey test: filler, needle, filler, question, answer.
     """
-    words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", corpus_text)) - HELD_OUT_WORDS)
+    words = name_words(corpus_text)
     for _ in range(count):
         most = 2 if rng.random() < EXERCISE_PAIRS else 1
         chosen, room = [], window

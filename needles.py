@@ -18,7 +18,7 @@ from eval_passkey import FILLERS
 from records import read_text
 from tokenizer import encode_document
 
-HAYSTACK = Path(__file__).resolve().parent / "data" / "pydocs" / "pydocs.txt"
+HAYSTACK = Path("data/pydocs/pydocs.txt")  # in the working folder, or else beside this program
 BUDGET = {"gpt2": 128, "bytes": 512}  # tokens generated for each prompt, a part of its length; RULER's is 128
 DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in an essay: RULER's, in whole percents
 SENTENCE = 300  # characters at most: a longer one is cut at a space
@@ -99,10 +99,11 @@ def read_essay(file: str) -> list[str]:
 
     Raises ValueError or OSError, in one sentence, for a file that is missing, no text or empty.
     """
-    path = Path(file or HAYSTACK)
-    if not path.exists():
-        command = "python prepare_fineweb.py --source=pydocs"
-        raise ValueError(f"there is no {path}; name a text with --haystack_file, or make the default one: {command}")
+    places = [Path(file)] if file else [HAYSTACK, Path(__file__).resolve().parent / HAYSTACK]
+    if not (path := next((place for place in places if place.exists()), None)):
+        command = "python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.85"  # the quick start's data
+        looked = " nor ".join(dict.fromkeys(str(place.absolute()) for place in places))
+        raise ValueError(f"there is no {looked}; name a text with --haystack_file, or make the default one: {command}")
     parts = re.split(r"(?<=[.!?])\s+|\n\s*\n", read_text(path))
     wrapped = (textwrap.wrap(" ".join(part.split()), SENTENCE, break_on_hyphens=False) for part in parts)
     return list(itertools.chain(*wrapped))

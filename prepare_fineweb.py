@@ -2,8 +2,8 @@
 Text to token shards that train.py reads.
 
 python prepare_fineweb.py                                        # FineWeb sample-10BT from the hub, 21 GB of tokens
-python prepare_fineweb.py --source=pydocs                        # the documentation inside this Python: no download
-python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.3 --window=256  # and retrieval exercises mixed in
+python prepare_fineweb.py --source=pydocs --out_dir=data/pydocs_text  # this Python's documentation: no download
+python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.85   # with retrieval exercises: the quick start's data
 python prepare_fineweb.py --source=files --files=a.txt,b.jsonl --tokenizer=gpt2 --out_dir=data/mine
 python prepare_fineweb.py --check data/fineweb10B                # is this folder whole?
 
@@ -41,7 +41,9 @@ from pydocs import pydocs_documents
 from shards import (
     UNFINISHED,
     check_disk,
+    lock_folder,
     read_meta,
+    read_notes,
     read_shard,
     refuse_strangers,
     replacing,
@@ -53,6 +55,7 @@ from shards import (
 from tokenizer import encode_document, get_tokenizer
 
 PAUSES = (5, 20, 80, 320)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
+ROWS = 1000  # of a parquet file in memory; the default, the size of its first group of rows, may be 0
 BATCH = 64  # documents that a worker tokenises at once
 TOKENS_PER_BYTE = {"gpt2": 0.34, "bytes": 1.6}  # of parquet: sample-10BT has 30.7 GB, 10.4e9 GPT-2 tokens
 BAR = "{n_fmt} of {total_fmt} tokens, {rate_fmt}, {elapsed} so far, {remaining} left{postfix}"  # of tqdm
@@ -145,10 +148,11 @@ def read_texts(file: str, skip: int) -> Iterator[str]:
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become a sentence of ours
     lines = file.endswith(".jsonl")  # as text, since Arrow's JSON reader gives up at a lone surrogate
-    kind, options = ("text", {}) if lines else ("parquet", {"columns": ["text"]})
+    kind, options = ("text", {}) if lines else ("parquet", {"columns": ["text"], "batch_size": ROWS})
     rows = datasets.load_dataset(kind, data_files=glob.escape(file), split="train", streaming=True, **options)
     for row in rows.skip(skip):
-        record = json.loads(row["text"].strip() or '{"text": ""}') if lines else row
+        # some editors begin a file with U+FEFF, a mark of its encoding
+        record = json.loads(row["text"].removeprefix("\ufeff").strip() or '{"text": ""}') if lines else row
         text = record["text"] if isinstance(record, dict) and "text" in record else 0
         if not isinstance(text, str | None):
             columns = f", only: {', '.join(record)}" if isinstance(record, dict) else ""
@@ -260,20 +264,24 @@ def settings_of(config: PrepareConfig) -> dict:
     return {key: values[key] for key in (HUB_SETTINGS if config.source == "hub" else MEMORY_SETTINGS)}
 
 
+def changes(there: dict, config: PrepareConfig) -> list[str]:
+    """How the settings of a data set differ from those of a config."""
+    wanted = settings_of(config)
+    return [f"{key}={there.get(key)} (expected {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
+
+
 def earlier_run(config: PrepareConfig) -> dict:
     """What out_dir holds: meta.json, or the plan of an unfinished run, or {}. Another data set there is an error."""
     folder, notes = Path(config.out_dir), {}
     if (folder / UNFINISHED).exists():
         with suppress(ValueError):
-            notes = json.loads((folder / UNFINISHED).read_text(encoding="utf-8"))
+            notes = read_notes(folder / UNFINISHED)
     else:
         notes = read_meta(folder) or {}
     if not notes or not notes.get("shards", True):  # without a shard nothing would be lost
         return {}
-    there, wanted = notes.get("settings") or {}, settings_of(config)
-    changes = [f"{key}={there.get(key)} (now {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
-    if changes:
-        raise ValueError(f"{folder} was prepared with {', '.join(changes)}: choose another --out_dir or delete it")
+    if changed := changes(notes.get("settings", {}), config):
+        raise ValueError(f"{folder} was prepared with {', '.join(changed)}: choose another --out_dir or delete it")
     return notes
 
 
@@ -444,7 +452,7 @@ def stream(config: PrepareConfig, plan: dict) -> None:
 def prepare_hub(config: PrepareConfig, plan: dict) -> dict:
     """Stream a data set, or go on with the plan of an earlier run."""
     folder = Path(config.out_dir)
-    plan = plan or new_plan(config)
+    plan = plan if {"files", "val_size", "expected_tokens"} <= set(plan) else new_plan(config)
     whole = whole_shards(folder, plan)
     drop_shards(folder, plan, list(plan["shards"])[len(whole) :])
     begun = {shard_name(folder, len(whole))} if (folder / UNFINISHED).exists() else set()
@@ -487,6 +495,7 @@ def main() -> None:
         if config.check:
             verify(Path(config.check))
         else:
+            lock_folder(Path(config.out_dir))
             prepare(config)
 
 

@@ -5,12 +5,16 @@ A shard is a header of 256 int32 (magic number, version, token count), then uint
 *train_*.bin and *val_*.bin, and meta.json, which is written last: a folder that has it is complete.
 """
 
+from configurator import check_folder
+
+import atexit
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +25,12 @@ MAGIC, VERSION = 20240520, 1
 HEADER_INTS, HEADER_BYTES = 256, 1024
 GPT2_VOCABULARY = 50_257  # of shards without a meta.json
 UNFINISHED = "UNFINISHED"  # a file of this name is in the folder while it is being written
+LOCKS: dict[Path, BinaryIO] = {}  # held while they are open: the system closes them, whatever ends this process
+
+# the types of what is read of meta.json and of its shards; a key of meta.json may be absent
+META = {"tokenizer": str, "window": int | None, "vocab_size": int, "settings": dict, "shards": dict}
+META |= {"files": list, "val_size": int, "expected_tokens": int}
+SHARD = {"tokens": int, "documents": int, "sha256": str, "next": list | None}
 
 
 @contextmanager
@@ -35,6 +45,45 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def lock_folder(folder: Path) -> None:
+    """Make a folder and keep other processes from writing to it until this one ends. ValueError if
+    one does already. On a file system without locks, a line says so and there is none."""
+    path = folder.resolve() / ".lock"
+    if path in LOCKS or (folder.is_dir() and not os.access(folder, os.W_OK)):
+        return  # held already; or read-only, which check_folder() tells who wants to write
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(path, "ab")  # noqa: SIM115
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # POSIX, Windows
+            advice = "wait for it, or choose another folder"
+            raise ValueError(f"{folder} is being written by another process; {advice}") from error
+        print(f"{folder} has no locks ({error.strerror}); let no other process write there")
+    if not (path.exists() and os.path.samefile(path, file.fileno())):
+        return lock_folder(folder)  # its last holder has just removed it
+    LOCKS[path] = file
+
+
+@atexit.register
+def remove_locks() -> None:
+    """Free all folders of this process, and remove those that nothing was written to."""
+    while LOCKS:
+        path, file = LOCKS.popitem()
+        with suppress(OSError):
+            path.unlink()  # before it is free, or it might be another's by then
+            path.parent.rmdir()
+        file.close()
 
 
 def write_json(path: str | os.PathLike, content: dict) -> None:
@@ -81,9 +130,15 @@ def whole_documents(tokens: np.ndarray, eot: int) -> Iterator[np.ndarray]:
     return (tokens[begin:end] for begin, end in pairwise(edges))
 
 
+def shard_files(folder: Path, kind: str = "") -> list[Path]:
+    """The shards of a folder in order; kind: "train_*" or "val_*". Hidden files are none: some systems keep notes of
+    their own beside the files, under nearly the same names."""
+    return sorted(path for path in folder.glob(f"*{kind}.bin") if not path.name.startswith("."))
+
+
 def refuse_strangers(folder: Path, names: set[str]) -> None:
     """ValueError if the folder holds other shards than these, since train.py would read them too."""
-    if strangers := sorted({path.name for path in folder.glob("*.bin")} - names):
+    if strangers := sorted({path.name for path in shard_files(folder)} - names):
         raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: remove it or change --out_dir")
 
 
@@ -96,6 +151,20 @@ def check_disk(folder: Path, tokens: int) -> None:
     print(f"{needed:,} bytes to write in {folder}, {free:,} are free", flush=True)
 
 
+def read_notes(path: Path) -> dict:
+    """meta.json, or the same of an unfinished folder. ValueError if what is read of it has other types."""
+    try:
+        notes = json.loads(path.read_text(encoding="utf-8"))
+        shards = notes.get("shards", {}).values()
+        wrong = [k for k, kind in META.items() if k in notes and not isinstance(notes[k], kind)]
+        wrong += [k for k, kind in SHARD.items() for s in shards if not isinstance(s.get(k), kind)]
+        if wrong:
+            raise ValueError(f"unexpected value of {wrong[0]}")
+    except (ValueError, AttributeError) as error:  # an AttributeError: of something that is no JSON object
+        raise ValueError(f"{path} is damaged ({error}); prepare this data again, in another folder") from error
+    return notes
+
+
 def read_meta(folder: str | os.PathLike) -> dict | None:
     """meta.json of a data folder; None if there is none. ValueError if it is damaged or preparation was cut short."""
     path = Path(folder) / "meta.json"
@@ -103,11 +172,10 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
         raise ValueError(f"the preparation of {folder} was cut short; start prepare_fineweb.py again with its options")
     if not path.exists():
         return None
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        return meta | {"tokenizer": str(meta["tokenizer"]), "window": meta["window"] and int(meta["window"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged; prepare this data again, in another folder") from error
+    meta = read_notes(path)
+    if not {"tokenizer", "window"} <= set(meta):
+        raise ValueError(f"{path} is damaged (no tokenizer or window); prepare this data again, in another folder")
+    return meta
 
 
 def shard_fault(path: Path, vocab_size: int, sha256: str | None) -> str:
@@ -130,8 +198,10 @@ def verify(folder: Path) -> None:
     sentence, if any is damaged, missing or of another data set."""
     meta = read_meta(folder)
     known = {} if meta is None else meta.get("shards", {})
-    vocab_size = GPT2_VOCABULARY if meta is None else meta["vocab_size"]
-    names = sorted({path.name for part in ("train", "val") for path in folder.glob(f"*{part}_*.bin")} | set(known))
+    vocab_size = GPT2_VOCABULARY if meta is None else meta.get("vocab_size")
+    if vocab_size is None:
+        raise ValueError(f"{folder / 'meta.json'} has no vocab_size; prepare this data again, in another folder")
+    names = sorted({path.name for kind in ("train_*", "val_*") for path in shard_files(folder, kind)} | set(known))
     if not names:
         raise ValueError(f"{folder} holds no shards (*train_*.bin, *val_*.bin)")
     faults = []

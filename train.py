@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import load_checkpoint, save_checkpoint
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig
-from shards import UNFINISHED, read_meta, replacing
+from prepare_fineweb import PrepareConfig, changes
+from shards import UNFINISHED, lock_folder, read_meta, replacing, shard_files
 from tokenizer import get_tokenizer
 from windows import Order, Validation, Windows, documents
 
@@ -91,15 +92,15 @@ class TrainConfig:
 def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) -> tuple[Windows, Windows, dict]:
     """Training windows, validation windows and meta.json of a data folder, which is prepared first if it is missing."""
     folder = Path(cfg.data)
-    unfinished = not any(folder.glob("*")) or (folder / UNFINISHED).exists()
+    with user_errors():
+        there = any(not path.name.startswith(".") for path in folder.glob("*"))
+        unfinished = not there or (folder / UNFINISHED).exists()
+        options = [*shlex.split(cfg.prepare), f"--out_dir={folder}"]
     if cfg.prepare and processes.world == 1 and unfinished:
         print(f"{folder} is not there yet: prepare_fineweb.py {cfg.prepare}", flush=True)
-        with user_errors():
-            options = shlex.split(cfg.prepare)
-        command = [sys.executable, str(ROOT / "prepare_fineweb.py"), *options, f"--out_dir={folder}"]
-        if subprocess.run(command).returncode:
+        if subprocess.run([sys.executable, str(ROOT / "prepare_fineweb.py"), *options]).returncode:
             fail(f"preparing {folder} did not succeed; see the message above")
-    train, val = sorted(folder.glob("*train_*.bin")), sorted(folder.glob("*val_*.bin"))
+    train, val = shard_files(folder, "train_*"), shard_files(folder, "val_*")
     if not train or not val:
         fail(f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py")
     with user_errors():
@@ -109,8 +110,23 @@ def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) ->
             print(f"{folder} has no meta.json: tokenizer gpt2 is assumed")
         meta["eot"] = get_tokenizer(meta["tokenizer"]).eot_token
         train, val = Windows(train, model_cfg.block_size), Windows(val, model_cfg.block_size)
+    if cfg.prepare:
+        check_settings(cfg, options, meta.get("settings"))
     check_data(cfg, model_cfg, meta, train, val)
     return train, val, meta
+
+
+def check_settings(cfg: TrainConfig, options: list[str], there: dict | None) -> None:
+    """fail() if data was prepared with other settings than `prepare` has. Its text files may be gone by now."""
+    (wanted,), _ = configurator.parse([PrepareConfig], options, None)
+    if there is None:
+        print(f"{cfg.data} does not say how it was prepared; taken for what prepare asks for")
+        return
+    gone = not all(Path(name).is_file() for name in wanted.files)
+    if changed := [change for change in changes(there, wanted) if not (gone and change.startswith("files="))]:
+        new = f"{cfg.data.rstrip('/')}_new"
+        make = f"python prepare_fineweb.py {cfg.prepare} --out_dir={new}, and train with --data={new}"
+        fail(f"{cfg.data} was prepared with {', '.join(changed)}; run {make}; or use it as it is, with --prepare=")
 
 
 def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Windows, val: Windows) -> None:
@@ -123,6 +139,10 @@ def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Wind
         if not len(windows):
             tokens = sum(len(s) for s in windows.shards)
             fail(f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size")
+    # all of the validation, which is small and read in full anyhow; training windows are checked as they are read
+    if (highest := max(int(shard.max()) for shard in val.shards)) >= model_cfg.vocab_size:
+        size = f"vocab_size is {model_cfg.vocab_size}; see prepare_fineweb.py --check {cfg.data}"
+        fail(f"{cfg.data} has the token id {highest} in its validation, {size}")
 
 
 def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
@@ -448,6 +468,8 @@ def main() -> None:
     (model_cfg, cfg), _ = configurator.parse([ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config")
     with user_errors():
         processes = Processes.join(cfg.device)
+        if processes.rank == 0:
+            lock_folder(Path(cfg.out_dir))
     if processes.rank:
         sys.stdout = io.StringIO()  # the first process speaks for all
     trainer = Trainer(cfg, model_cfg, processes)

@@ -13,6 +13,7 @@ from test_train import MODEL, write_data
 
 import train as T
 from checkpoint import load_checkpoint
+from shards import remove_locks
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = [f"--{k}={v}" for k, v in MODEL.items()]
@@ -66,6 +67,7 @@ def run_main(options):
         T.main()
     finally:
         T.make_optimizer, sys.argv, sys.stdout = make, argv, out
+        remove_locks()  # as the end of the process does
     return kept
 
 

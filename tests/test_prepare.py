@@ -1,5 +1,6 @@
 import configurator
 
+import errno
 import hashlib
 import itertools
 import json
@@ -14,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import exercises
 import prepare_fineweb
+import shards
 from prepare_fineweb import Place, PrepareConfig, prepare, read_shard, write_shard
 from tokenizer import EOT, get_tokenizer
 
@@ -203,6 +206,16 @@ def test_hard_documents(tmp_path, texts):
     assert sorted(found) == sorted(kept + texts) and meta["documents"] == len(found)
 
 
+def test_parquet_without_rows_and_a_mark_of_the_encoding(tmp_path, texts):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "none.parquet")
+    Path(lines := write_jsonl(tmp_path / "a.jsonl", texts)).write_bytes(b"\xef\xbb\xbf" + Path(lines).read_bytes())
+    prepare(small(tmp_path / "x", str(tmp_path / "none.parquet"), lines))
+    assert load(tmp_path / "x")[0]["documents"] == 40
+
+
 def test_missing_values_are_skipped(tmp_path, texts):
     prepare(small(tmp_path / "x", write_jsonl(tmp_path / "a.jsonl", [None, *texts, ""])))
     assert load(tmp_path / "x")[0]["documents"] == 40
@@ -284,6 +297,30 @@ def test_exercises_fill_whole_windows(tmp_path, jsonl, shard_tokens):
     assert np.array_equal(val, whole_val), "the validation part stays pure text"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Two cats sat, two Cats ran: über 12 big-endian words. ", "cats words big endian sat ran two"),
+        ("Привет, большая книга! Это the книга. ", "прив боль книг это the"),
+        ("天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。", "天地 宇宙 日月 辰宿"),
+        ("THE SECRET BEACON, A NUMBER OR TWO IMPLEMENTATIONS. ", "the beacon or two implemen"),
+        ("हिन्दी भाषा में एक वाक्य। ", "हि भा मे एक वा"),
+    ],
+)
+def test_exercises_in_any_script(text, expected, enc):
+    """English words as they are, others by their first 8 bytes, and every window is filled."""
+    assert exercises.name_words(text) == sorted(expected.split())
+    for ids in exercises.exercise_windows(np.random.default_rng(0), 50, 200, enc, text * 60):
+        assert len(ids) == 200 and ids[0] == enc.eot_token
+
+
+def test_exercises_of_a_text_without_words(tmp_path, jsonl):
+    numbers = write_jsonl(tmp_path / "numbers.jsonl", [f"{i} 3.14\n" * 100 for i in range(40)])
+    with pytest.raises(ValueError, match="the text has no words, of which exercises make names"):
+        prepare(small(tmp_path / "x", numbers, retrieval_fraction=0.3))
+    assert not (tmp_path / "x").exists()
+
+
 def test_seed_changes_the_shards(tmp_path, jsonl):
     digests = []
     for name, seed in [("x", 1), ("y/x", 1), ("z/x", 2)]:
@@ -313,7 +350,7 @@ def test_rerun_does_nothing_and_other_settings_are_refused(tmp_path, jsonl, caps
     capsys.readouterr()
     prepare(small(folder, jsonl))
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"prepared with window=256 \(now 128\), seed=1 \(now 2\)"):
+    with pytest.raises(ValueError, match=r"prepared with window=256 \(expected 128\), seed=1 \(expected 2\)"):
         prepare(small(folder, jsonl, seed=2, window=128))
     assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert set(before) == {"meta.json", "x_train_000001.bin", "x_val_000000.bin"}
@@ -350,10 +387,20 @@ def test_meta_of_an_unfinished_or_damaged_folder_is_refused(tmp_path, jsonl):
     with pytest.raises(ValueError, match="cut short"):
         prepare_fineweb.read_meta(tmp_path / "x")
     prepare(small(tmp_path / "x", jsonl))
-    for content in ("{broken", "[]", "null", ""):
+    good = json.loads((tmp_path / "x" / "meta.json").read_text(encoding="utf-8"))
+    shard = next(iter(good["shards"].values()))
+    wrong = [good | {key: "much"} for key in ("window", "vocab_size", "settings", "shards")]
+    wrong += [good | {"tokenizer": 5}, {k: good[k] for k in good if k != "window"}, good | {"shards": {"a": 5}}]
+    wrong += [good | {"shards": {"a": shard | {key: "x" * (key != "sha256")}}} for key in ("tokens", "next")]
+    for content in ("{broken", "[]", "[1]", "null", "", *map(json.dumps, wrong)):
         (tmp_path / "x" / "meta.json").write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match="damaged"):
             prepare_fineweb.read_meta(tmp_path / "x")
+        (tmp_path / "x" / prepare_fineweb.UNFINISHED).write_text(content, encoding="utf-8")
+        prepare(small(tmp_path / "x", jsonl))  # what is damaged of an unfinished folder is made again
+    (tmp_path / "x" / "meta.json").write_text('{"tokenizer": "bytes", "window": null}', encoding="utf-8")
+    with pytest.raises(ValueError, match="meta.json has no vocab_size"):
+        prepare_fineweb.verify(tmp_path / "x")
 
 
 def test_shards_of_another_run_are_refused(tmp_path, jsonl):
@@ -558,7 +605,7 @@ def test_an_unfinished_data_set_is_not_mixed_with_another(tmp_path, data_set, js
     monkeypatch.setattr(prepare_fineweb, "finish", lambda *args: (_ for _ in ()).throw(Killed))
     with pytest.raises(Killed):
         prepare_hub(data_set, tmp_path / "x")
-    with pytest.raises(ValueError, match=r"was prepared with max_tokens=0 \(now 5000\)"):
+    with pytest.raises(ValueError, match=r"was prepared with max_tokens=0 \(expected 5000\)"):
         prepare_hub(data_set, tmp_path / "x", max_tokens=5000)
     with pytest.raises(ValueError, match="was prepared with source=hub"):
         prepare(small(tmp_path / "x", jsonl))
@@ -744,6 +791,53 @@ def test_check_of_shards_without_meta_assumes_gpt2(tmp_path, capsys):
 
 
 # ---- the command line
+
+
+def test_one_writer_a_folder(tmp_path, jsonl):
+    """A second one is told; a first one that was killed is no hindrance."""
+    script = Path(prepare_fineweb.__file__)
+    code = "import shards, sys; shards.lock_folder(shards.Path(sys.argv[1])); print('held', flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "x"], cwd=script.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline().strip() == b"held"
+    options = ["--source=files", f"--files={jsonl}", f"--out_dir={tmp_path / 'x'}", "--val_fraction=0.2"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path / 'x'} is being written by another")
+    assert done.stderr.count("\n") == 1 and [path.name for path in (tmp_path / "x").iterdir()] == [".lock"]
+    holder.kill()
+    holder.communicate()
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(contents(tmp_path / "x")) == {"meta.json", "x_train_000001.bin", "x_val_000000.bin"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows locks in another way")
+def test_a_file_system_without_locks_is_written_without(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    shards.lock_folder(tmp_path / "x")
+    assert f"{tmp_path / 'x'} has no locks (No locks available)" in capsys.readouterr().out
+    shards.remove_locks()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at", ["os.fsync", "pathlib.Path.mkdir"])
+def test_a_full_disk_and_a_folder_of_another_user(tmp_path, jsonl, monkeypatch, capsys, at):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left") if at == "os.fsync" else PermissionError(1, "Not permitted", "x")
+
+    options = ["--source=files", f"--files={jsonl}", f"--out_dir={tmp_path / 'x'}", "--val_fraction=0.2"]
+    monkeypatch.setattr(sys, "argv", ["", *options])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(at, refuse)
+        prepare_fineweb.main()
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and told.startswith("error: ") and ("o space left" in told or "permitted" in told)
+    shards.remove_locks()
+    assert not (tmp_path / "x").exists(), "half of a file is left"
 
 
 def test_command_line(tmp_path, jsonl):

@@ -1,10 +1,13 @@
 """RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100, and the command line."""
 
+import configurator
+
 import itertools
 import os
 import random
 import re
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +17,11 @@ from conftest import make_model
 import eval_ruler as E
 import needles as N
 from checkpoint import save_checkpoint
+from model import ModelConfig
+from prepare_fineweb import PrepareConfig
 from records import Run, read_records
 from tokenizer import get_tokenizer
+from train import ROOT, TrainConfig
 
 LENGTHS = (512, 1024, 4096, 16_384, 65_536)
 TEXT = (
@@ -486,6 +492,23 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
     call(monkeypatch, run, *options, "--tasks=niah_single_1")
     assert capsys.readouterr().out.startswith("==== niah_single_1 at 1,024 tokens: prompt ")
     assert not (run / "eval").exists()
+
+
+def test_the_default_haystack_is_in_the_working_folder_or_beside_the_program(tmp_path, monkeypatch):
+    """As everything that prepare_fineweb.py and train.py name; what the advice makes is the quick start's data."""
+    monkeypatch.setattr(N, "__file__", str(tmp_path / "program/needles.py"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(ValueError, match="work/data/pydocs/pydocs.txt nor .*program/data/pydocs/pydocs.txt") as told:
+        N.read_essay("")
+    command = str(told.value).partition("prepare_fineweb.py ")[2].split()
+    (_, cfg), _ = configurator.parse([ModelConfig, TrainConfig], [str(ROOT / "config/ggd_bam_cpu.py")], "", "config")
+    advised, wanted = (configurator.parse([PrepareConfig], words, "")[0][0] for words in (command, cfg.prepare.split()))
+    assert advised == wanted and Path(advised.out_dir) == Path(cfg.data) == N.HAYSTACK.parent
+    for place in ("program", "work"):
+        (tmp_path / place / "data/pydocs").mkdir(parents=True)
+        (tmp_path / place / "data/pydocs/pydocs.txt").write_text(f"In {place}.", encoding="utf-8")
+        assert N.read_essay("") == [f"In {place}."]
 
 
 def test_the_default_haystack_is_missing(run, tmp_path, monkeypatch, capsys):

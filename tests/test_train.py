@@ -20,7 +20,8 @@ import train as T
 from checkpoint import load_checkpoint
 from device import Processes
 from model import ModelConfig
-from shards import read_shard, write_shard
+from prepare_fineweb import PrepareConfig, settings_of
+from shards import lock_folder, read_shard, remove_locks, write_shard
 from windows import Order, Windows
 
 MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
@@ -353,7 +354,10 @@ def test_last_target_of_packed_windows_is_not_trained(tmp_path):
 
 def main(monkeypatch, *arguments):
     monkeypatch.setattr("sys.argv", ["train.py", *map(str, arguments)])
-    T.main()
+    try:
+        T.main()
+    finally:
+        remove_locks()  # as the end of the process does
 
 
 @pytest.mark.parametrize(
@@ -383,6 +387,17 @@ def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys, arguments,
     printed = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_ids_beyond_the_vocabulary_in_the_validation_are_told(data, tmp_path, capsys):
+    shard = next(data.glob("*val*.bin"))
+    tokens = np.array(read_shard(shard))
+    tokens[-1] = 300
+    write_shard(shard, tokens)
+    with pytest.raises(SystemExit) as stopped:
+        trainer(data, tmp_path / "out")
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and "the token id 300 in its validation, vocab_size is 257" in told
 
 
 def test_ids_beyond_the_vocabulary_are_told(data, tmp_path, capsys):
@@ -556,6 +571,57 @@ def test_data_is_prepared_when_it_is_missing(tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit):
         trainer(tmp_path / "other", tmp_path / "out2", prepare="--source=nothing")
     assert "did not succeed" in capfd.readouterr().err
+
+
+def test_data_that_is_not_what_prepare_asks_for_is_refused(tmp_path, capsys):
+    """The quick start's folder, prepared without exercises; taken as it is where prepare is empty."""
+    prepare = "--source=pydocs --window=16 --retrieval_fraction=0.85"
+    there = settings_of(PrepareConfig(source="pydocs", window=16))
+    write_data(tmp_path / "data", settings=there)
+    with pytest.raises(SystemExit) as stopped:
+        trainer(tmp_path / "data", tmp_path / "out", prepare=prepare)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.count("\n") == 1
+    assert "was prepared with retrieval_fraction=0.0 (expected 0.85); run " in told
+    assert f"prepare_fineweb.py {prepare} --out_dir={tmp_path / 'data'}_new" in told and "--prepare=" in told
+    trainer(tmp_path / "data", tmp_path / "out", prepare="")
+    trainer(tmp_path / "data", tmp_path / "out", prepare="--source=pydocs --window=16 --workers=3")
+    write_data(tmp_path / "files", settings=there | {"source": "files", "files": ["a.txt, 9 bytes"]})
+    trainer(tmp_path / "files", tmp_path / "out", prepare="--source=files --files=gone/a.txt --window=16")
+    assert "does not say how" not in capsys.readouterr().out
+    write_data(tmp_path / "old")
+    trainer(tmp_path / "old", tmp_path / "out", prepare=prepare)
+    assert f"{tmp_path / 'old'} does not say how it was prepared" in capsys.readouterr().out
+
+
+def test_hidden_files_are_no_data(data, tmp_path, capfd):
+    """A file manager's notes: neither do they make a folder full, nor are they shards."""
+    for name in (".DS_Store", "._x_train_000001.bin", "._x_val_000000.bin"):
+        (data / name).write_bytes(b"notes")
+    assert len(trainer(data, tmp_path / "out").train.shards) == 1
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/.DS_Store").write_bytes(b"notes")
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "empty", tmp_path / "out", prepare="--source=files --files=absent.txt")
+    assert "no file absent.txt" in capfd.readouterr().err
+
+
+def test_one_training_a_folder(data, tmp_path):
+    """A second one ends with a sentence, and has changed nothing; so does a preparation that another one is at."""
+    lock_folder(tmp_path / "out")
+    lock_folder(tmp_path / "shards")
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + ["--tokens_per_step=64", "--batch_size=2", "--max_steps=1"]
+    prepare = ["--prepare=--source=pydocs --window=16", f"--data={tmp_path / 'shards'}"]
+    try:
+        for words in ([f"--data={data}", f"--out_dir={tmp_path / 'out'}"], [*prepare, f"--out_dir={tmp_path / 'new'}"]):
+            command = [sys.executable, str(T.ROOT / "train.py"), *options, *words]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 2 and "is being written by another process; wait for it" in done.stderr
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+        assert not (tmp_path / "new").exists() and not list((tmp_path / "shards").glob("*.bin"))
+    finally:
+        remove_locks()
+    assert not (tmp_path / "out").exists()
 
 
 def test_config_files_are_valid():
