@@ -37,7 +37,7 @@ from device import pick_device
 from eval_passkey import LONGEST, MULTIPLES
 from questions import TASKS, Question, load_questions, load_rows, measure_choices, pooled, shots
 from records import Run, folder_of, name_of
-from shards import read_meta, read_shard, whole_documents
+from shards import read_meta, read_shard, shard_files, whole_documents
 from streaming import KVCache, score
 from tokenizer import encode_document
 
@@ -101,12 +101,15 @@ def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
 
 def shard_documents(folder: Path, run: Run) -> list[np.ndarray]:
     """The whole documents of a folder's validation shards."""
-    files, meta, tokenizer = sorted(folder.glob("*val_*.bin")), read_meta(folder), run.saved["tokenizer"]
+    files, meta, tokenizer = shard_files(folder, "val_*"), read_meta(folder), run.saved["tokenizer"]
     if not files:
         raise ValueError(f"no *val_*.bin shards in {folder}; name another source")
     if meta is not None and meta["tokenizer"] != tokenizer:
         raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {tokenizer}; name another source")
-    return [document for file in files for document in whole_documents(read_shard(file), run.enc.eot_token)]
+    shards, known = [read_shard(file) for file in files], run.model.cfg.vocab_size
+    if (highest := max(int(shard.max()) for shard in shards)) >= known:
+        raise ValueError(f"{folder} has the token id {highest}, {run.path} knows {known:,}; name another source")
+    return [document for shard in shards for document in whole_documents(shard, run.enc.eot_token)]
 
 
 def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> DownstreamConfig:

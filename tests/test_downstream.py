@@ -541,6 +541,11 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
     loaded = records.load_run(str(run), torch.device("cpu"))
     found = E.read_documents(loaded, E.DownstreamConfig(source=str(folder)))
     assert [d.tolist() for d in found] == documents
+    (folder / "._x_val_000000.bin").write_bytes(b"notes of the system")
+    assert len(E.read_documents(loaded, E.DownstreamConfig(source=str(folder)))) == 3
+    shards.write_shard(folder / "x_val_000001.bin", np.array([256, 257], dtype=np.uint16))
+    with pytest.raises(ValueError, match="has the token id 257, .* knows 257"):
+        E.read_documents(loaded, E.DownstreamConfig(source=str(folder)))
     rows = [{"text": ""}, {"text": " = Title = \n"}, {"text": ""}, {"text": " A line . \n"}]
     file = tmp_path / "data/wikitext-2-raw-v1_test.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
