@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -361,7 +362,9 @@ def test_ctrl_c_during_the_imports_has_no_traceback(script, tmp_path):
     late = "torch" if "import torch" in (ROOT / script).read_text(encoding="utf-8") else "numpy"
     (tmp_path / f"{late}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)", encoding="utf-8")
     words, env = [sys.executable, str(ROOT / script)], {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(words, env=env, capture_output=True)
+    # these tests may have been started in the background, where Ctrl-C is ignored
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(words, env=env, capture_output=True, preexec_fn=heard)
     assert done.returncode == -signal.SIGINT and not done.stderr
 
 

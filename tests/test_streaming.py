@@ -308,7 +308,9 @@ def test_priors_are_exact_to_a_million_tokens():
     """Relative to float64. At beta = 1 the logarithm of the prior is the distance itself."""
     alpha, beta, mu = (0.0, -2.0, 0.5, 1.0), (1.0, 0.3, -0.8, 2.0), (0.0, 0.7, 0.0, -0.7)
     cases = {"theta_alpha": alpha, "theta_beta": beta, "theta_mu": mu}
-    prior = make_model("ggd", False, **cases).blocks[0].attn.log_prior(1_000_001).detach()
+    attn = make_model("ggd", False, **cases).blocks[0].attn
+    prior, added = attn.prior(1_000_001).detach(), attn.log_prior(1_000_001)
+    torch.testing.assert_close(added.double(), prior - prior.amax(1, keepdim=True), rtol=1e-6, atol=0)
     alibi = make_model("alibi", True).blocks[0].attn.log_prior(1_000_001)
     for d in FAR.tolist():
         for h, (alpha, beta, mu) in enumerate(zip(*cases.values(), strict=True)):
