@@ -12,14 +12,14 @@ import model as M
 from checkpoint import save_checkpoint
 
 
-def test_plain_attention_is_that_of_the_model_without_a_prior():
-    model, idx = make_model("nope", False), torch.arange(40)[None]
+def test_plain_attention_is_that_of_the_model_without_a_prior(float64):
+    model, idx = make_model("nope", False).double(), torch.arange(40)[None]
     expected = model(idx)
     with B.attention_of(model, B.Case("nope", "plain", False)):
         plain = model(idx)
     assert M.reference_attention is not B.plain_attention and torch.equal(model(idx), expected)
     assert not torch.equal(plain, expected)
-    torch.testing.assert_close(plain, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(plain, expected, atol=1e-10, rtol=0)
 
 
 def test_rows_on_cuda_hold_the_ten_encodings_between_two_plain_ones():

@@ -10,7 +10,9 @@ from conftest import ENCODINGS, make_model
 
 import model as M
 
-compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+ATOL = 2e-4  # of logits of size 1: float32 makes up to 1e-5; a wrong n, distance or mask at least 1e-2
+needed = torch.backends.cpu.get_cpu_capability().startswith("AVX") and (shutil.which("g++") or shutil.which("clang++"))
+compiler = pytest.mark.skipif(not needed, reason="FlexAttention on a CPU needs AVX2 and a C++ compiler")
 
 
 def tokens(T, B=2):
@@ -43,7 +45,7 @@ def test_fused_forward_equals_reference_on_a_cpu(pe, ssmax, packed):
         model.attention = "fused"
         got = model(idx, doc_ids=doc_ids)
     assert not torch.equal(got, expected), "this was the reference twice"
-    torch.testing.assert_close(got, expected, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
 
 
 @compiler
@@ -58,7 +60,7 @@ def test_fused_forward_with_extreme_priors(s):
     with torch.no_grad():
         expected = model(idx)
         model.attention = "fused"
-        torch.testing.assert_close(model(idx), expected, atol=3e-5, rtol=1e-5)
+        torch.testing.assert_close(model(idx), expected, atol=ATOL, rtol=0)
 
 
 @compiler
@@ -68,10 +70,10 @@ def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
     with torch.no_grad():
         expected = model(idx, window=20)
         model.attention = "fused"
-        torch.testing.assert_close(model(idx, window=20), expected, atol=3e-5, rtol=1e-5)
+        torch.testing.assert_close(model(idx, window=20), expected, atol=ATOL, rtol=0)
         with torch.autocast("cpu", torch.bfloat16):
             error = (model(idx, window=20) - expected).norm() / expected.norm()
-    assert 1e-4 < error < 3e-2
+    assert 1e-4 < error < 0.1  # bfloat16 makes 0.013, a window of 19 or 21 0.3
 
 
 def test_block_mask_hides_what_the_dense_mask_hides():
