@@ -9,8 +9,8 @@ python eval_downstream.py out/a --tasks=arc_easy --data_dir=data/arc     # or fr
 Multiple choice: the answer is the choice that the model finds the likeliest continuation of the question, by the sum of
 its tokens' log-probabilities (acc) or by that sum per character (acc_norm). Nothing is generated, nothing cut.
 
-Perplexity, twice. By position: one forward over a long document, averaged in windows of positions. By context: the same
-target tokens, with less or more of the text before them; only this tells whether a longer context helps.
+Perplexity, twice. By position: one forward over a long document, averaged over some positions at a time. By context:
+the same target tokens, with less or more of the text before them; only this tells whether a longer context helps.
 """
 
 import configurator
@@ -43,7 +43,7 @@ from tokenizer import encode_document
 
 
 @dataclass
-class DownstreamConfig:
+class DownstreamConfig(records.Changes):
     """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
 
     tasks: tuple[str, ...] = ("perplexity",)  # perplexity, arc_easy, arc_challenge, mmlu, mmlu_continuation
@@ -57,14 +57,12 @@ class DownstreamConfig:
     # wikitext; none given: what the first run was trained on
     length: int = 0  # by position: tokens of a document; 0: 16x the training length of the first run, or less if no
     # document is that long
-    window: int = 256  # by position: positions averaged for a point of the curve
+    average: int = 256  # by position: positions averaged for a point of the curve
     documents: int = 4  # by position: documents averaged, at most; a long one is cut into several
     contexts: tuple[int, ...] = ()  # by context: the longest contexts of the targets in tokens; none given: 1x, 2x,
     # 4x, 8x and 16x the training length of the first run, those that the documents have
     stride: int = 0  # by context: targets at the end of a context; 0: half the shortest context
     targets: int = 4096  # by context: targets in all, at most
-    window_attention: int = 0  # hide keys further away than this many tokens (RoPE with the training length: the
-    # paper's Local RoPE); 0: none
     batch_tokens: int = 16_384  # texts are scored together up to this many tokens
     resume: bool = False  # keep what the records of these runs already hold, and do the rest
     device: str = "auto"  # auto, cpu, cuda, ...
@@ -73,7 +71,7 @@ class DownstreamConfig:
         self.tasks, known = tuple(dict.fromkeys(self.tasks)), ("perplexity", *TASKS)
         if not self.tasks or set(self.tasks) - set(known):
             raise ValueError(f"tasks is {','.join(self.tasks) or 'empty'}; it may hold {', '.join(known)}")
-        lowest = {"window": 2, "targets": 2, "documents": 1, "contexts": 1, "batch_tokens": 1, "num_fewshot": -1}
+        lowest = {"average": 2, "targets": 2, "documents": 1, "contexts": 1, "batch_tokens": 1, "num_fewshot": -1}
         for name in (*lowest, "limit", "length", "stride", "window_attention"):
             value, low = getattr(self, name), lowest.get(name, 0)
             for v in value if isinstance(value, tuple) else (value,):
@@ -115,7 +113,7 @@ def shard_documents(folder: Path, run: Run) -> list[np.ndarray]:
 def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> DownstreamConfig:
     """The config with its lengths filled in. Raises ValueError, in one sentence, for what these documents cannot do."""
     longest = max(map(len, documents), default=1) - 1  # tokens before the last one
-    length = cfg.length or max(1, min(MULTIPLES[-1] * trained, longest) // cfg.window) * cfg.window
+    length = cfg.length or max(1, min(MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
     contexts = tuple(sorted(set(cfg.contexts))) or tuple(m * trained for m in MULTIPLES if m * trained <= longest)
     needed = max(length, *(contexts or (trained,)))
     if needed > longest:
@@ -124,8 +122,8 @@ def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: in
             f"{cfg.source} is too short: {lengths}; choose another source, or a smaller length and contexts"
         )
     stride = cfg.stride or max(1, contexts[0] // 2)
-    if length % cfg.window:
-        raise ValueError(f"length {length} is not a multiple of window {cfg.window}; change one of them")
+    if length % cfg.average:
+        raise ValueError(f"length {length} is not a multiple of average {cfg.average}; change one of them")
     if stride > contexts[0]:
         raise ValueError(f"stride is {stride}; it must be at most the shortest context, {contexts[0]}")
     return replace(cfg, length=length, contexts=contexts, stride=stride)
@@ -138,21 +136,21 @@ def windows(documents: list[np.ndarray], length: int, step: int, count: int) -> 
     return torch.from_numpy(np.stack([documents[d][at : at + length + 1] for d, at in places]).astype(np.int64))
 
 
-def negative_log_likelihood(run: Run, idx: Tensor, targets: int, cfg: DownstreamConfig) -> Tensor:
+def negative_log_likelihood(run: Run, idx: Tensor, targets: int) -> Tensor:
     """Of the last `targets` tokens of each row of idx (B, T), in nats: (B, targets), float64."""
     cache = KVCache(run.model, len(idx), idx.shape[1] - 1, dtype=torch.float32)
     idx = idx.to(run.model.embedding.weight.device)
-    return -score(run.model, idx, targets, cache, cfg.window_attention or None)[0].cpu().double()
+    return -score(run.model, idx, targets, cache)[0].cpu().double()
 
 
 def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, progress: Callable) -> dict:
-    """Mean nll over the rows of idx (N, length + 1): one value for every `window` positions. The standard errors take
+    """Mean nll over the rows of idx (N, length + 1): one value for every `average` positions. The standard errors take
     the tokens as independent."""
     found = []
     for row in idx.split(1):
-        found.append(negative_log_likelihood(run, row, cfg.length, cfg))
+        found.append(negative_log_likelihood(run, row, cfg.length))
         progress(1)
-    nll = torch.cat(found).unflatten(1, (-1, cfg.window)).transpose(0, 1).flatten(1)  # (points, N * window)
+    nll = torch.cat(found).unflatten(1, (-1, cfg.average)).transpose(0, 1).flatten(1)  # (points, N * average)
     error = nll.std(1) / math.sqrt(nll.shape[1])
     return {"n": nll.numel(), "nll": nll.mean(1).tolist(), "nll_stderr": error.tolist()}
 
@@ -162,7 +160,7 @@ def by_context(run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, progr
     tokens stand before the last of them. The interval takes the tokens as independent."""
     found = []
     for rows in idx[:, -context - 1 :].split(max(1, cfg.batch_tokens // (context + 1))):
-        found.append(negative_log_likelihood(run, rows, cfg.stride, cfg))
+        found.append(negative_log_likelihood(run, rows, cfg.stride))
         progress(len(rows))
     nll = torch.cat(found)
     size = sum(len(run.enc.decode_single_token_bytes(t)) for t in idx[:, -cfg.stride :].flatten().tolist())
@@ -197,8 +195,8 @@ def digest(data: object) -> str:
 def choice_cells(run: Run, cfg: DownstreamConfig, task: str, subjects: dict[str, list[Question]]) -> list[Cell]:
     """A cell per subject, and their mean if there are several."""
     config = {"num_fewshot": shots(task, cfg.num_fewshot), "limit": cfg.limit, "bos": cfg.bos}
-    config["window_attention"] = cfg.window_attention
-    cells, how = [], (cfg.bos, cfg.batch_tokens, cfg.window_attention or None)
+    config |= {"window_attention": cfg.window_attention, "set": cfg.set}
+    cells, how = [], (cfg.bos, cfg.batch_tokens)
     for subject, questions in subjects.items():
         own = config | {"subject": subject, "data": digest(questions)}
         cells.append(Cell(task, own, len(questions), partial(measure_choices, run, questions, *how)))
@@ -211,9 +209,9 @@ def perplexity_cells(run: Run, cfg: DownstreamConfig) -> list[Cell]:
     """The curve by position, and a cell per context. Raises ValueError or OSError, in one sentence."""
     documents = read_documents(run, cfg)
     cfg = with_lengths(cfg, documents, run.trained)
-    config = {"source": cfg.source, "window_attention": cfg.window_attention}
+    config = {"source": cfg.source, "window_attention": cfg.window_attention, "set": cfg.set}
     idx = windows(documents, cfg.length, cfg.length, cfg.documents)
-    own = config | {"length": cfg.length, "window": cfg.window, "data": digest(idx)}
+    own = config | {"length": cfg.length, "average": cfg.average, "data": digest(idx)}
     cells = [Cell("perplexity", own, len(idx), partial(by_position, run, cfg, idx))]
     idx = windows(documents, cfg.contexts[-1], cfg.stride, -(-cfg.targets // cfg.stride))
     config |= {"stride": cfg.stride, "data": digest(idx)}
@@ -234,7 +232,7 @@ def make_cells(run: Run, cfg: DownstreamConfig, questions: dict[str, dict[str, l
 def evaluate(path: str, cfg: DownstreamConfig, questions: dict, device: torch.device) -> Iterator[dict]:
     """The records of one run, each appended to the run's eval/<task>.jsonl as soon as it is there."""
     with user_errors():
-        run = records.load_run(path, device)
+        run = records.load_run(path, device, cfg)
         cells = make_cells(run, cfg, questions)
     about, earlier = records.origin(run), []
     for cell in cells:
@@ -301,7 +299,7 @@ def draw(results: dict[str, list[dict]], file: Path) -> None:
     left, right = axes
     for (run, (curve, *points)), (marker, line) in zip(results.items(), records.STYLES * len(results), strict=False):
         style = {"marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1}
-        middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["window"]
+        middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["average"]
         left.plot(middle, np.exp(curve["nll"]), markevery=0.15, label=name_of(run, results), **style)
         if points:
             y, ends = np.array([p["perplexity"] for p in points]), np.exp([p["interval_95"] for p in points]).T
@@ -320,7 +318,7 @@ def draw(results: dict[str, list[dict]], file: Path) -> None:
     left.yaxis.set_major_formatter(LogFormatter())
     left.yaxis.set_minor_formatter(LogFormatter())
     left.set(xlabel="position in the document (tokens)", ylabel="perplexity per token")
-    left.set_title(f"by position: {curve['n']:,} tokens, windows of {curve['config']['window']:,}")
+    left.set_title(f"by position: {curve['n']:,} tokens, means of {curve['config']['average']:,}")
     figure.legend(loc="outside upper center", ncols=min(5, len(results)))
     right.set(xlabel="longest context of a target (tokens)")
     if points:
@@ -346,14 +344,14 @@ def report(results: dict[str, list[dict]]) -> None:
 def prepare(cfg: DownstreamConfig, runs: list[str]) -> tuple[DownstreamConfig, dict[str, dict[str, list[Question]]]]:
     """The config with the lengths and the source that all runs share, and the questions of every task; after
     everything was read and checked for every run. Raises ValueError or OSError, in one sentence."""
-    first = records.load_run(runs[0], torch.device("cpu"))
+    first = records.load_run(runs[0], torch.device("cpu"), cfg)
     if "perplexity" in cfg.tasks:
         cfg = replace(cfg, source=cfg.source or str(first.saved.get("data", "")))
         cfg = with_lengths(cfg, read_documents(first, cfg), first.trained)
     source = cfg.num_fewshot, cfg.limit, cfg.data_dir
     questions = {task: load_questions(task, *source) for task in cfg.tasks if task != "perplexity"}
     for run in runs:
-        make_cells(records.load_run(run, torch.device("cpu")), cfg, questions)
+        make_cells(records.load_run(run, torch.device("cpu"), cfg), cfg, questions)
     return cfg, questions
 
 

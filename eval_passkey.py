@@ -36,6 +36,7 @@ from records import (
     BAR,
     PRETRAINED,
     STYLES,
+    Changes,
     Run,
     aligned,
     append_record,
@@ -80,6 +81,8 @@ WORDINGS = {
         "Keep this in mind: the secret number is {key}. Do not lose {key}.",
         "Which secret number was given? The secret number is",
     ),
+    # the frame that is held out: of another shape, and no exercise has its words
+    "vault": Wording("{key} opens the vault.", "The vault is opened by"),
 }
 FILLERS = {
     "passkey": "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
@@ -145,18 +148,19 @@ def passkey_prompt(
 
 
 @dataclass
-class PasskeyConfig:
+class PasskeyConfig(Changes):
     """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
 
     lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and answer included; none given: 1x, 2x, 4x, 8x and
     # 16x the training length of the first run
     depths: int = 20  # needles per length, at equidistant depths from the beginning to the end of the filler
     seeds: tuple[int, ...] = (1,)  # each seed draws another set of keys; n = seeds x depths per length
-    wording: Literal["passkey", "reworded"] = "passkey"  # how needle and question are put; reworded is in no exercise
+    wording: Literal["passkey", "reworded", "vault"] = "passkey"  # how needle and question are put; reworded has a
+    # frame of the exercises with other words, vault a frame that is in none
+    digits: int = 5  # of a key
     filler: str = "passkey"  # passkey, unseen (is in no exercise), or a text file
     description: Literal["auto", "true", "false"] = "auto"  # begin with the paper's task description; auto: unless
     # tokens are bytes, where it takes 167 of them
-    window: int = 0  # hide keys further away than this many tokens (with RoPE the paper's Local RoPE); 0: none
     exact: bool = False  # compute also the blocks of keys that the prior makes too small to change a float32 result
     resume: bool = False  # take over the lengths that the records already have for these weights and options
     batch_tokens: int = 16_384  # prompts are scored together up to this many tokens
@@ -168,7 +172,10 @@ class PasskeyConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
-        ranges = ("window", 0, (self.window,)), ("lengths", 1, self.lengths), ("depths", 1, (self.depths,))
+        if not 1 <= self.digits <= 18:
+            raise ValueError(f"digits is {self.digits}; it must be from 1 to 18")
+        ranges = [("lengths", 1, self.lengths), ("depths", 1, (self.depths,))]
+        ranges.append(("window_attention", 0, (self.window_attention,)))
         for name, least, values in ranges:
             for value in values:
                 if not least <= value <= LONGEST:
@@ -184,7 +191,8 @@ class Texts(NamedTuple):
 
 def make_prompts(enc: tiktoken.Encoding, texts: Texts, cfg: PasskeyConfig, length: int) -> list[Prompt]:
     """The prompts of one length, depth by depth and seed by seed: a pure function of its arguments."""
-    keys = [np.random.default_rng((seed, length)).integers(10_000, 100_000, size=cfg.depths) for seed in cfg.seeds]
+    least = 10 ** (cfg.digits - 1)
+    keys = [np.random.default_rng((s, length)).integers(least, 10 * least, size=cfg.depths) for s in cfg.seeds]
     return [
         passkey_prompt(enc, length, depth, int(key), WORDINGS[cfg.wording], *texts)
         for depth, row in zip(np.linspace(0, 1, cfg.depths), np.transpose(keys), strict=True)
@@ -226,7 +234,7 @@ class SharingScorer:
     """
 
     def __init__(self, model: GPT, cfg: PasskeyConfig, advance: Callable[[int], object]):
-        self.model, self.window, self.exact, self.advance = model, cfg.window or None, cfg.exact, advance
+        self.model, self.exact, self.advance = model, cfg.exact, advance
         self.before: Tensor | None = None  # the last batch, which the cache holds
 
     def __call__(self, idx: Tensor, n_last: int) -> Tensor:
@@ -237,9 +245,9 @@ class SharingScorer:
         self.before = idx
         rest = idx[:, self.cache.used :].to(self.model.embedding.weight.device)
         for piece in rest[:, : -n_last - 1].split(max(1, PIECE // B), dim=1):
-            prefill(self.model, piece, self.cache, window=self.window)
+            prefill(self.model, piece, self.cache)
             self.advance(B * (cost(self.cache.used) - cost(self.cache.used - piece.shape[1])))
-        return score(self.model, rest[:, -n_last - 1 :], n_last, self.cache, self.window)[1]
+        return score(self.model, rest[:, -n_last - 1 :], n_last, self.cache)[1]
 
 
 def cost(length: int) -> int:
@@ -266,7 +274,7 @@ def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
 
 def check(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> None:
     """Raises ValueError or OSError, in one sentence, for all that cannot work: it shows before hours of work."""
-    run = load_run(path, torch.device("cpu"))
+    run = load_run(path, torch.device("cpu"), cfg)
     make_prompts(run.enc, texts_for(run, cfg), cfg, min(lengths))
     require_memory(run.model.cfg, 1, max(lengths), device)
 
@@ -274,7 +282,7 @@ def check(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch
 def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
     """One run at all lengths: a record per length, appended to the run's eval/passkey.jsonl as soon as it is there."""
     with user_errors():
-        run = load_run(path, device)
+        run = load_run(path, device, cfg)
         texts = texts_for(run, cfg)
     file, about = folder_of(path) / "passkey.jsonl", origin(run)
     for length in lengths:

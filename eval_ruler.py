@@ -36,7 +36,7 @@ STEP = 10**5  # work of generating a token in the units of cost(), as measured w
 
 
 @dataclass
-class RulerConfig:
+class RulerConfig(records.Changes):
     """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
 
     tasks: tuple[str, ...] = tuple(TASKS)  # which of the eight
@@ -54,10 +54,11 @@ class RulerConfig:
         strangers = [task for task in self.tasks if task not in TASKS]
         if strangers or not self.tasks:
             raise ValueError(f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}")
-        for name, values in (("samples", (self.samples,)), ("lengths", self.lengths)):
+        samples, window = ("samples", 1, (self.samples,)), ("window_attention", 0, (self.window_attention,))
+        for name, least, values in (samples, ("lengths", 1, self.lengths), window):
             for value in values:
-                if not 1 <= value <= LONGEST:
-                    raise ValueError(f"{name} is {value}; it must be at least 1 and at most {LONGEST:,}")
+                if not least <= value <= LONGEST:
+                    raise ValueError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
 
 
 def string_match_all(text: str, values: list[str]) -> float:
@@ -109,7 +110,7 @@ def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], e
         haystack += ", " + digest("\n".join(essay)) if haystack == "essay" else ""
         keys += ", " + digest("\n".join(ADJECTIVES + NOUNS)) if keys == "words" else ""
         config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[enc.name]}
-        config |= {"haystack": haystack, "keys": keys}
+        config |= {"haystack": haystack, "keys": keys, "window_attention": cfg.window_attention, "set": cfg.set}
         for length in lengths:
             yield {"metric": "ruler", "task": name, "length": length, "needs": needs, "config": config}
 
@@ -117,7 +118,7 @@ def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], e
 def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
     """One run: a record for each task and length, appended to its eval/ruler.jsonl as soon as it is there."""
     with user_errors():
-        run = records.load_run(path, pick_device(cfg.device)[0])
+        run = records.load_run(path, pick_device(cfg.device)[0], cfg)
     file, about = records.folder_of(path) / "ruler.jsonl", records.origin(run)
     cells = list(cells_of(run.enc, cfg, lengths, essay))
     done = [cfg.resume and records.finished(file, c | {"weights": about["weights"]}) for c in cells]
@@ -210,7 +211,7 @@ def main() -> None:
         runs = records.distinct(runs or [str(records.PRETRAINED)] * (cfg.tokenizer == "auto"))
         pick_device(cfg.device)
         essay = read_essay(cfg.haystack_file) if any(TASKS[name].haystack == "essay" for name in cfg.tasks) else []
-        loaded = (records.load_run(run, torch.device("cpu")) for run in runs)
+        loaded = (records.load_run(run, torch.device("cpu"), cfg) for run in runs)
         checked = [(run.trained, run.enc) for run in loaded]  # all of them, before the first is tested
         enc = checked[0][1] if checked else get_tokenizer(cfg.tokenizer)
     lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]

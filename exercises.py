@@ -13,42 +13,43 @@ import tiktoken
 from eval_passkey import FILLERS, WORDINGS, Wording, passkey_prompt, shortest_prompt
 from tokenizer import EOT
 
-# Besides the passkey's own wording, so that a model learns to look for what is asked and not for one sentence.
-EXERCISE_NEEDLES = (
-    "The {name} is {key}. Remember it. {key} is the {name}.",
-    "Note that the {name} is {key}.",
-    "Do not forget: the {name} is {key}.",
-    "From today on the {name} is {key}, and no other.",
-    "You will need this later: the {name} is {key}. Write down {key}.",
+# Besides the passkey's own wording: statements and questions of like and unlike shape, so that a model learns to look
+# for what is asked and not for one sentence. The answer is " {key}".
+EXERCISE_FRAMES = (
+    ("The {name} is {key}. Remember it. {key} is the {name}.", "What is the {name}? The {name} is"),
+    ("Note that the {name} is {key}.", "Tell me the {name}. The {name} is"),
+    ("From today on the {name} is {key}, and no other.", "I forgot the {name}. The {name} is"),
+    ("{name} = {key};", "{name} ="),
+    ("{name}: {key}", "{name}:"),
+    ("- {name}, {key}", "- {name},"),
+    ("set {name} to {key}", "set {name} to"),
+    ("Q: {name}? A: {key}.", "Q: {name}? A:"),
+    ("<{name}> {key} </{name}>", "<{name}>"),
+    ("The code of {name} has changed to {key}.", "Which code has {name}? The code is"),
+    ("We saw {name} on page {key}.", "Where did we see {name}? On page"),
+    ("In room {key} you will find {name}.", "Looking for {name}? Go to room"),
+    ("Dial {key} for {name}.", "For {name} you dial"),
+    ("{key} is the price of {name}.", "{name} costs"),
 )
-EXERCISE_QUESTIONS = (
-    "What is the {name}?",
-    "Tell me the {name}.",
-    "Now say the {name}.",
-    "Do you know the {name}?",
-    "I forgot the {name}.",
-    "Please find the {name}.",
-    "Can you name the {name}?",
-    "How does the {name} read?",
-)
-EXERCISE_ANSWER = " The {name} is"
 EXERCISE_PASSKEYS = 0.4  # share of the exercises that have the passkey's own wording
 EXERCISE_PAIRS = 0.4  # share of the exercise windows that hold two short ones, if they fit, instead of a long one
-HELD_OUT_WORDS = {"secret", "number"}  # in no name: they are eval_passkey.py's other wording
+EXERCISE_DIGITS = (3, 8)  # of the keys, from ... to; half of those in the passkey's own wording have its five
+HELD_OUT_WORDS = {"secret", "number", "vault", "opens", "opened"}  # in no name: eval_passkey.py's other wordings
 
 
 def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, words: list[str]) -> dict:
     """Arguments of passkey_prompt but for the length: some have the passkey's own wording, the others ask for a name of
     two random words of the corpus; half have the passkey's own filler, the others are hidden in corpus text."""
     name = " ".join(words[rng.integers(len(words))] for _ in range(2))
-    needle = EXERCISE_NEEDLES[rng.integers(len(EXERCISE_NEEDLES))]
-    question = EXERCISE_QUESTIONS[rng.integers(len(EXERCISE_QUESTIONS))] + EXERCISE_ANSWER
-    wording = Wording(needle.replace("{name}", name), question.replace("{name}", name))
+    wording = Wording(*(t.replace("{name}", name) for t in EXERCISE_FRAMES[rng.integers(len(EXERCISE_FRAMES))]))
+    digits = int(rng.integers(EXERCISE_DIGITS[0], EXERCISE_DIGITS[1] + 1))
+    if rng.random() < EXERCISE_PASSKEYS:
+        wording, digits = WORDINGS["passkey"], 5 if rng.random() < 0.5 else digits
     begin = int(rng.integers(max(1, len(corpus_text) - 8 * window)))
     return {
         "depth": rng.random(),
-        "key": int(rng.integers(10_000, 100_000)),
-        "wording": WORDINGS["passkey"] if rng.random() < EXERCISE_PASSKEYS else wording,
+        "key": int(rng.integers(10 ** (digits - 1), 10**digits)),
+        "wording": wording,
         "filler": FILLERS["passkey"] if rng.random() < 0.5 else corpus_text[begin : begin + 8 * window],
     }
 

@@ -49,7 +49,7 @@ DECISIVE = 1e4  # nats that silence a key, or all others, whatever the content s
 MAX_EXPONENT = 30.0  # a key e^30 nats down is silent; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
-CPU_SCORES = 2**20  # scores at once on a CPU: 4 MiB stay near the cores, twice as fast as one large batch
+CPU_SCORES = 2**20  # scores at once on a CPU: 4 MiB stay near the cores
 GPU_SCORES = 2**28  # scores at once elsewhere: 1 GiB
 
 
@@ -68,11 +68,16 @@ class ModelConfig:
     ssmax: bool = True  # Scalable-Softmax: sharpen the scores of a query that sees n keys by s ln n
     ssmax_init: float = 1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax,
     # 1 / ln(block_size) about as sharp
+    ssmax_scales: Literal["posterior", "content"] = "posterior"  # ggd: s ln n sharpens content and prior together (the
+    # paper), or the content alone, as it does for alibi
+    virtual_length: float = 1.0  # training takes the n of SSMax as up to this many times larger, drawn for each window
+    # (not in the paper); 1: as it is
     theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, or one per head of a layer, or
     # one per head of all layers, the first layer's first
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained; others stay fixed
+    theta_beta_min: float = -math.inf  # ggd: training keeps theta_beta at or above it; 0: no anti-local heads
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
@@ -85,6 +90,8 @@ class ModelConfig:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them")
         if self.pe == "rope" and self.head_dim % 2 or self.pe == "sinusoidal" and self.n_embd % 2:
             raise ValueError(f"pe {self.pe} works on pairs of channels; n_embd {self.n_embd} gives it an odd number")
+        if self.virtual_length < 1 or (self.virtual_length > 1 and not self.ssmax):
+            raise ValueError(f"virtual_length is {self.virtual_length:g}; it must be 1, or with ssmax more")
         if self.hidden < 1:
             raise ValueError(f"ffn_mult is {self.ffn_mult}; it must be positive and leave at least one hidden unit")
         for name in ("theta_alpha", "theta_beta", "theta_mu"):
@@ -206,6 +213,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # same key has the weight n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. s: one scalar
 # per head, learned; n: the keys this query can see. s ln n multiplies content and GGD prior together (the whole
 # log-posterior is sharpened); for ALiBi the content only, as in the paper's baseline. A negative s flips both.
+#
+# A virtual length (not in the paper). Past the training length s ln n is larger than training has ever seen: local
+# heads narrow, wide ones turn steep, and what they tell the next layer changes. So training can take n as e^u times
+# what it is, with u uniform in 0 ... ln(virtual_length), one draw for a window: s ln n becomes s (ln n + u), the
+# sharpness of a text e^u times as long. Local heads then learn a shape that holds at every sharpness, and far-looking
+# heads become flat, since a slope that is harmless at one sharpness hides far keys at another. Nearest relative:
+# randomized positional encodings (Ruoss et al. 2023), which draw positions where this draws a length.
 
 
 class Layout(NamedTuple):
@@ -256,11 +270,12 @@ class Posterior(NamedTuple):
     log_z: Tensor
 
 
-def toeplitz(vector: Tensor) -> Tensor:
-    """(H, T) by distance -> (H, T, T): element (i, j) is vector[i - j] where j <= i, else 0, for the mask to hide. Row
-    i is a slice of the reversed vector from place T - 1 - i on, so all rows are windows of one padded vector."""
+def toeplitz(vector: Tensor, rows: int | None = None) -> Tensor:
+    """(H, T) by distance -> (H, rows, T), the last `rows` (all) of a T x T matrix: element (i, j) is vector[i - j]
+    where j <= i, else 0, for the mask to hide. Row i is a slice of the reversed vector from place T - 1 - i on, so all
+    rows are windows of one padded vector."""
     T = vector.shape[-1]
-    return F.pad(vector.flip(-1), (0, T - 1)).unfold(-1, T, 1).flip(-2)
+    return F.pad(vector.flip(-1), (0, (rows or T) - 1)).unfold(-1, T, 1).flip(-2)
 
 
 def log_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor) -> Tensor:
@@ -273,18 +288,21 @@ def log_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | 
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, layout: Layout
 ) -> Tensor:
-    """Posterior expectation of the values: q, k, v (B, H, T, D), q scaled; log_prior (H, T) by distance -> like q."""
+    """Posterior expectation of the values: q, k, v (B, H, T, D), q scaled; log_prior (H, T) by distance -> like q.
+
+    Queries are taken in blocks, so that their scores stay in fast memory, with the keys up to the block's end only."""
     B, H, T, _ = q.shape
-    bias = None if log_prior is None else toeplitz(log_prior)  # (H, T, T)
-    windows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (H * T * T))
+    rows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (B * H * T))
     with torch.autocast(q.device.type, enabled=False):
         out = []
-        for b in range(0, B, windows):
-            part = slice(b, b + windows)
-            cut = [None if t is None else t[part] if len(t) == B else t for t in (row_scale, layout.mask)]
-            scores = q[part].float() @ k[part].float().transpose(-2, -1)
-            out.append(log_posterior(scores, bias, *cut).softmax(-1) @ v[part].float())
-        return torch.cat(out).to(v.dtype)
+        for begin in range(0, T, rows):
+            end = min(T, begin + rows)
+            scores = q[:, :, begin:end].float() @ k[:, :, :end].float().transpose(-2, -1)
+            bias = None if log_prior is None else toeplitz(log_prior[:, :end], end - begin)
+            scale = None if row_scale is None else row_scale[:, :, begin:end]
+            scores = log_posterior(scores, bias, scale, layout.mask[:, :, begin:end, :end])
+            out.append(scores.softmax(-1) @ v[:, :, :end].float())
+        return torch.cat(out, dim=2).to(v.dtype)
 
 
 compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compiled when it is first called
@@ -352,14 +370,14 @@ class CausalSelfAttention(nn.Module):
         if self.cfg.pe == "ggd":
             b = self.prior(n)
             b = b - b.amax(-1, keepdim=True)
-            return (self.s[:, None] * b if self.cfg.ssmax else b).float()
+            return (self.s[:, None] * b if self.prior_has_row_scale else b).float()
         if self.cfg.pe == "alibi":
             return -self.slopes[:, None] * torch.arange(n, device=self.slopes.device)
         return None
 
     @property
     def prior_has_row_scale(self) -> bool:
-        return self.cfg.pe == "ggd" and self.cfg.ssmax
+        return self.cfg.pe == "ggd" and self.cfg.ssmax and self.cfg.ssmax_scales == "posterior"
 
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) -> q, k, v (B, H, T, D): rotated for RoPE; q times 1/sqrt(D), or s ln n / sqrt(D) with SSMax."""
@@ -423,6 +441,7 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.attention = "reference"  # or "fused": how training computes it; in eval mode it is the reference
+        self.window: int | None = None  # hide keys further away than this; with RoPE the paper's Local RoPE
         self.embedding = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.n_embd, eps=1e-5)
@@ -435,50 +454,60 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Normal weights of mean 0; norms start at 1, s at ssmax_init, theta where the config says.
 
-        embedding, qkv, gate_up, head  std = n_embd ** -0.5  (a unit-RMS input gives q, k, v, logits of RMS 1)
-        out, down                      std = n_embd ** -0.5 / sqrt(2 n_layer)  (2 n_layer branches are added up)
+        embedding, v, gate_up, head  std = n_embd ** -0.5  (a unit-RMS input gives v and logits of RMS 1)
+        q, k                         std = (3 n_embd) ** -0.5  (PyTorch's default, as in the paper: scores of RMS 1/3,
+                                     which s ln n sharpens; with scores of RMS 1 a query begins with very few keys)
+        out, down                    std = n_embd ** -0.5 / sqrt(2 n_layer)  (2 n_layer branches are added up)
         """
         std = self.cfg.n_embd**-0.5
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 p.normal_(0.0, std / math.sqrt(2 * self.cfg.n_layer) if residual else std)
+            if name.endswith("qkv.weight"):
+                p[: 2 * self.cfg.n_embd] /= math.sqrt(3)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """Token ids and their positions, (B, T) each (positions may be (1, T)) -> (B, T, C)."""
         x = self.embedding(idx)
         return x + sinusoidal_table(positions, self.cfg.n_embd) if self.cfg.pe == "sinusoidal" else x
 
-    def layout(self, positions: Tensor, window: int | None = None, mask: Tensor | None = None) -> Layout:
+    def layout(self, positions: Tensor, mask: Tensor | None = None, log_virtual: Tensor | None = None) -> Layout:
         """ln n, RoPE's angles and the mask for queries at `positions` (B or 1, T), counted inside their document."""
-        n = positions + 1 if window is None else (positions + 1).clamp(max=window + 1)
+        n = positions + 1 if self.window is None else (positions + 1).clamp(max=self.window + 1)
         rotation = None
         if self.cfg.pe == "rope":
             angle = angles(positions, self.cfg.head_dim, ROPE_THETA)[:, None]
             rotation = angle.cos().float(), angle.sin().float()
-        return Layout(n, n.float().log()[:, None, :, None], rotation, mask)
+        log_n = n.float().log() if log_virtual is None else n.float().log() + log_virtual[:, None]
+        return Layout(n, log_n[:, None, :, None], rotation, mask)
 
-    def prepare(self, idx: Tensor, doc_ids: Tensor | None, window: int | None) -> tuple[Tensor, Layout]:
+    def prepare(self, idx: Tensor, doc_ids: Tensor | None, log_virtual: Tensor | None) -> tuple[Tensor, Layout]:
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None] if doc_ids is None else positions_in_documents(doc_ids)
         make_mask = visible_blocks if self.attention == "fused" and self.training else visible
-        return self.embed(idx, positions), self.layout(positions, window, make_mask(T, doc_ids, window, idx.device))
+        mask = make_mask(T, doc_ids, self.window, idx.device)
+        return self.embed(idx, positions), self.layout(positions, mask, log_virtual)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V): final norm and output layer, without the vocabulary's padding."""
         return self.head(self.norm(x))[..., : self.cfg.vocab_size]
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None, window: int | None = None
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        log_virtual: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V), or with targets (B, T; -100 is not counted) the mean cross entropy in nats.
 
         doc_ids (B, T), growing along a row, such as (idx == eot).cumsum(1): attention, distances, n and positions stay
         inside a document, so packed documents are computed as separate ones, for every encoding. (The authors count
         the sinusoidal's positions over the whole window.)
-        window: hide keys that are further away than this many tokens (with RoPE this is the paper's Local RoPE).
+        log_virtual (B,): what is added to ln n in each row, when training draws a virtual length.
         """
-        x, layout = self.prepare(idx, doc_ids, window)
+        x, layout = self.prepare(idx, doc_ids, log_virtual)
         for block in self.blocks:
             x = block(x, layout)
         return self.logits(x) if targets is None else self.loss(x, targets)
@@ -502,12 +531,20 @@ class GPT(nn.Module):
         """Prior, content, posterior and ln Z of every layer for idx (B, T): quadratic memory, for short prompts."""
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None]
-        x, layout = self.embed(idx, positions), self.layout(positions, mask=visible(T, None, None, idx.device))
+        x, layout = self.embed(idx, positions), self.layout(positions, visible(T, None, self.window, idx.device))
         found = []
         for block in self.blocks:
             found.append(block.attn.posterior(block.norm_attn(x), layout))
             x = block(x, layout)
         return found
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Put theta_beta back to theta_beta_min where a step went below it. A clamp inside the prior would do the same
+        for its value, but a head below would get no gradient and could never come back."""
+        if self.cfg.pe == "ggd":
+            for block in self.blocks:
+                block.attn.prior.theta_beta.clamp_(min=self.cfg.theta_beta_min)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Every parameter exactly once, by name: matrices (decayed), norms, theta (the prior) and s (SSMax)."""
@@ -533,15 +570,19 @@ class GPT(nn.Module):
         weights -= 0 if self.cfg.tie_embeddings else self.embedding.weight.numel()
         return 6 * weights + 6 * self.cfg.n_layer * self.cfg.n_embd * (T + 1)
 
-    def prior_values(self) -> dict[str, list[list[float]]]:
-        """theta_alpha, theta_beta, theta_mu and s now: name -> one list of H numbers per layer; for logs and tables."""
+    def head_values(self) -> dict[str, list[Tensor]]:
+        """theta_alpha, theta_beta, theta_mu and s, as far as there are: name -> the (H,) tensor of each layer."""
         values = {}
         for block in self.blocks:
             tensors = {**dict(block.attn.named_parameters()), **dict(block.attn.named_buffers())}
             for name in ("prior.theta_alpha", "prior.theta_beta", "prior.theta_mu", "s"):
                 if name in tensors:
-                    values.setdefault(name.split(".")[-1], []).append(tensors[name].tolist())
+                    values.setdefault(name.split(".")[-1], []).append(tensors[name])
         return values
+
+    def prior_values(self) -> dict[str, list[list[float]]]:
+        """The same as numbers, for logs and tables."""
+        return {name: [t.tolist() for t in layers] for name, layers in self.head_values().items()}
 
     def checkpoint(self) -> dict:
         """What `checkpoint.load_model` needs to build this model again; tensors and plain values only."""

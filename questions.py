@@ -203,7 +203,7 @@ def batches(prompts: list[Prompt], batch_tokens: int) -> Iterator[list[int]]:
     yield batch
 
 
-def score_batch(model: GPT, prompts: list[Prompt], start: KVCache, window: int | None) -> np.ndarray:
+def score_batch(model: GPT, prompts: list[Prompt], start: KVCache) -> np.ndarray:
     """Log-likelihoods of the choices of Q questions with C choices each, (Q, C).
 
     What all questions of the task begin with is in the cache `start`; what the choices of one question share is
@@ -215,9 +215,9 @@ def score_batch(model: GPT, prompts: list[Prompt], start: KVCache, window: int |
     shared = min(shared_beginning([p]) for p in prompts)
     cache = start.fork(Q)
     if shared > cache.used:
-        prefill(model, idx[::C, cache.used : shared], cache, window=window)
+        prefill(model, idx[::C, cache.used : shared], cache)
     cache = cache.fork(Q * C)
-    log_p = score(model, idx[:, cache.used :], idx.shape[1] - shared - 1, cache, window)[0].cpu().double()
+    log_p = score(model, idx[:, cache.used :], idx.shape[1] - shared - 1, cache)[0].cpu().double()
     place = torch.arange(shared + 1, idx.shape[1])
     first = torch.tensor([p.first for p in prompts]).repeat_interleave(C)[:, None]
     counted = (place >= first) & (place < torch.tensor([len(row) for row in rows])[:, None])  # (QC, T - shared - 1)
@@ -228,7 +228,6 @@ def score_prompts(
     model: GPT,
     prompts: list[Prompt],
     batch_tokens: int,
-    window: int | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[np.ndarray]:
     """For every prompt the log-likelihoods of its choices in nats."""
@@ -236,10 +235,10 @@ def score_prompts(
     start = KVCache(model, 1, length, dtype=torch.float32)
     if shared := shared_beginning(prompts):
         beginning = torch.tensor([prompts[0].rows[0][:shared]], device=model.embedding.weight.device)
-        prefill(model, beginning, start, window=window)
+        prefill(model, beginning, start)
     found: list[np.ndarray] = [np.empty(0)] * len(prompts)
     for batch in batches(prompts, batch_tokens):
-        for i, log_p in zip(batch, score_batch(model, [prompts[i] for i in batch], start, window), strict=True):
+        for i, log_p in zip(batch, score_batch(model, [prompts[i] for i in batch], start), strict=True):
             found[i] = log_p
         progress(len(batch))
     return found
@@ -252,12 +251,10 @@ def choose(question: Question, log_p: np.ndarray) -> tuple[int, int]:
     return int(log_p.argmax()), int(per_character.argmax())
 
 
-def measure_choices(
-    run: Run, questions: list[Question], bos: bool, batch_tokens: int, window: int | None, progress: Callable
-) -> dict:
+def measure_choices(run: Run, questions: list[Question], bos: bool, batch_tokens: int, progress: Callable) -> dict:
     """Counts and accuracies over the questions of one subject; bos: begin with <|endoftext|>."""
     prompts = [encode_question(run.enc, q, bos) for q in questions]
-    log_p = score_prompts(run.model, prompts, batch_tokens, window, progress)
+    log_p = score_prompts(run.model, prompts, batch_tokens, progress)
     chosen = np.array([choose(q, row) for q, row in zip(questions, log_p, strict=True)])  # (n, 2)
     gold = np.array([q.gold for q in questions])
     right, right_norm = (chosen == gold[:, None]).sum(0).tolist()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,16 @@ STYLES = list(
 )  # (marker, line) of the curves, told apart in grey
 
 
+@dataclass
+class Changes:
+    """What every evaluation can change about a trained model; the options of each begin with these."""
+
+    window_attention: int = 0  # hide keys further away than this many tokens (RoPE with the training length: the
+    # paper's Local RoPE); 0: none
+    set: tuple[str, ...] = ()  # parameters of single heads, LAYER.HEAD.NAME=VALUE, counted from 0: theta_alpha,
+    # theta_beta, theta_mu or s; such as 2.3.theta_beta=0,2.3.theta_alpha=0
+
+
 class Run(NamedTuple):
     """A checkpoint, ready to evaluate."""
 
@@ -41,9 +52,27 @@ class Run(NamedTuple):
         return self.model.cfg.block_size
 
 
-def load_run(path: str, device: torch.device) -> Run:
+def intervene(model: GPT, changes: Changes) -> None:
+    """Apply the changes. Raises ValueError for a head or a parameter that is not there."""
+    model.window = changes.window_attention or None
+    for change in changes.set:
+        try:
+            place, value = change.split("=")
+            layer, head, name = place.split(".")
+            if "-" in place or not math.isfinite(float(value)):
+                raise ValueError
+            model.head_values()[name][int(layer)].data[int(head)] = float(value)
+        except (ValueError, KeyError, IndexError) as error:
+            heads = f"layers 0 to {model.cfg.n_layer - 1}, heads 0 to {model.cfg.n_head - 1}"
+            names = ", ".join(model.head_values()) or "no parameter of single heads"
+            raise ValueError(f"set has {change}; the model has {heads} and {names}, as in 2.3.s=0.5") from error
+
+
+def load_run(path: str, device: torch.device, changes: Changes | None = None) -> Run:
     """Raises ValueError or OSError, in one sentence, for a checkpoint that cannot be evaluated."""
     model, saved = load_model(path, device)
+    if changes is not None:
+        intervene(model, changes)
     if "tokenizer" not in saved:
         raise ValueError(f"{path} does not name its tokenizer; give a checkpoint that train.py made")
     enc = get_tokenizer(saved["tokenizer"])
@@ -142,7 +171,7 @@ def newest(records: Iterable[dict]) -> list[dict]:
     """Of the records with the same cell in every table, the last: who evaluates again wants it."""
     cells = {}
     names = "metric variant rate seed trained task subject way length context filler wording"
-    names += " window window_attention"
+    names += " window window_attention set"
     for r in records:
         about = (r.get("config") or {}) | r | {"trained": (r.get("train_config") or {}).get("seed")}
         cells[json.dumps([about.get(name) for name in names.split()])] = r

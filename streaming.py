@@ -116,7 +116,7 @@ class KVCache:
         device = model.embedding.weight.device
         dtype = dtype or cache_dtype(device)
         require_memory(model.cfg, batch, length, device, dtype)
-        self.cfg, self.dtype = model.cfg, dtype
+        self.cfg, self.dtype, self.window = model.cfg, dtype, model.window
         self.batch, self.length, self.exact, self.used = batch, length, exact, 0
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
@@ -243,7 +243,7 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
     return y
 
 
-def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layout, window: int | None) -> Tensor:
+def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layout) -> Tensor:
     """Attention of the queries q (B, H, R, D) at the positions stop - R ... stop - 1, in blocks that end where blocks
     of keys do. Only a query that sees a single key has ln n = 0; its weight is 1 whatever the scale, and a scale just
     above 0 keeps its future at -inf, where 0 would make it NaN."""
@@ -253,30 +253,30 @@ def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layo
     while begin < stop:
         end = min(stop, (begin // BLOCK + 1) * BLOCK)
         rows = slice(begin - start, end - start)
-        queries = Queries(q[:, :, rows].float().flip(2), scale[rows].flip(0), end, window)
+        queries = Queries(q[:, :, rows].float().flip(2), scale[rows].flip(0), end, cache.window)
         out[:, :, rows] = attend_block(cache, layer, queries).flip(2)
         begin = end
     return out
 
 
-def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int, window: int | None) -> Tensor:
+def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tensor:
     """Run T more tokens (B, T) through all layers; returns the last block's last `wanted` outputs, (B, wanted, C)."""
     T, start = idx.shape[1], cache.used
     positions = torch.arange(start, start + T, device=idx.device)[None]
-    x, layout = model.embed(idx, positions), model.layout(positions, window)
+    x, layout = model.embed(idx, positions), model.layout(positions)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         q, k, v = block.attn.project(block.norm_attn(x), layout)
         layer.append(start, k, v)
         if layer is cache.layers[-1]:
             last = slice(T - wanted, None)
             x, q, layout = x[:, last], q[:, :, last], layout._replace(log_n=layout.log_n[:, :, last])
-        x = x + block.attn.merge(attend(cache, layer, q, start + T, layout, window))
+        x = x + block.attn.merge(attend(cache, layer, q, start + T, layout))
         x = x + block.mlp(block.norm_mlp(x))
     cache.used += T
     return x
 
 
-def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int, window: int | None) -> Tensor:
+def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tensor:
     """Append idx (B, T) to the cache, in chunks; returns the last block's last `wanted` outputs, (B, wanted, C)."""
     B, T = idx.shape
     if cache.batch != B or cache.used + T > cache.length:
@@ -287,23 +287,18 @@ def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int, window: int
     for begin in range(0, T, step):
         end = min(begin + step, T)
         rows = max(0, min(end - (T - wanted), end - begin))  # how many of the wanted positions are in this chunk
-        outputs.append(forward_chunk(model, idx[:, begin:end], cache, rows, window))
+        outputs.append(forward_chunk(model, idx[:, begin:end], cache, rows))
     return torch.cat(outputs, dim=1)
 
 
 @torch.no_grad()
-def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0, window: int | None = None) -> Tensor:
-    """Append idx (B, T) to the cache; returns the logits of its last `wanted` positions, (B, wanted, V).
-
-    window: hide the keys that are further away than this many tokens, as in `GPT.forward`.
-    """
-    return model.logits(run_layers(model, idx, cache, wanted, window))
+def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0) -> Tensor:
+    """Append idx (B, T) to the cache; returns the logits of its last `wanted` positions, (B, wanted, V)."""
+    return model.logits(run_layers(model, idx, cache, wanted))
 
 
 @torch.no_grad()
-def score(
-    model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+def score(model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None) -> tuple[Tensor, Tensor]:
     """How likely are the last n_last tokens of idx (B, T), each given the true ones before it?
 
     Returns their log-probabilities in nats and the most likely token at each of these places, both (B, n_last). With a
@@ -313,7 +308,7 @@ def score(
     B, T = idx.shape
     if not 1 <= n_last < T:
         raise ValueError(f"n_last is {n_last}; it must be at least 1 and leave a token before it ({T} tokens given)")
-    x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last, window)
+    x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last)
     log_p, best, rows = [], [], max(1, LOSS_CHUNK // (B * model.cfg.padded_vocab))
     for part, target in zip(x.split(rows, 1), idx[:, -n_last:].split(rows, 1), strict=True):
         logits = model.logits(part).float()

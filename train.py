@@ -38,6 +38,7 @@ from windows import Order, Validation, Windows, documents
 
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
+VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 DIVERGED = 3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
 
 
@@ -228,15 +229,18 @@ class Trainer:
         if processes.world > 1:  # around the compiled model, since a fused kernel does not allow to split its graph
             self.run = DistributedDataParallel(self.run, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
-    def windows(self, step: int) -> list[np.ndarray]:
-        """Indices of this process's windows of a step, one array per micro-step."""
-        return np.split(self.order.step(step, self.processes.rank, self.processes.world), self.micro_steps)
+    def windows(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """This process's windows of a step and the logarithms of their virtual lengths, a pair per micro-step."""
+        indices = self.order.step(step, self.processes.rank, self.processes.world)
+        drawn = np.random.default_rng((self.cfg.seed, step, VIRTUAL)).random(self.order.per_step, dtype=np.float32)
+        drawn = drawn[self.processes.rank :: self.processes.world] * math.log(self.model.cfg.virtual_length)
+        return list(zip(np.split(indices, self.micro_steps), np.split(drawn, self.micro_steps), strict=True))
 
     def compiled(self):
         """The compiled model, tried on the next batch: without a working compiler, better slowly than not at all."""
         run = torch.compile(self.model, dynamic=False)
         try:
-            self.loss(run, self.windows(self.step)[0]).backward()
+            self.loss(run, *self.windows(self.step)[0]).backward()
         except torch.OutOfMemoryError:
             fail(f"batch_size {self.cfg.batch_size} does not fit the memory of {self.device}; use a smaller one")
         except Exception as error:  # a compiler has many ways to fail
@@ -325,7 +329,7 @@ class Trainer:
         }
         save_checkpoint(self.out / name, state)
 
-    def loss(self, run: Callable[..., Tensor], indices: np.ndarray) -> Tensor:
+    def loss(self, run: Callable[..., Tensor], indices: np.ndarray, log_virtual: np.ndarray) -> Tensor:
         """Mean loss of one micro-step's windows; `run` is the model or its compiled form."""
         batch = self.train.take(indices)
         if batch.max() >= self.model.cfg.vocab_size:
@@ -335,7 +339,8 @@ class Trainer:
         if self.meta["window"]:  # packed windows are shuffled: what follows the last token is of another text
             targets[:, -1] = -100
         with self.autocast:
-            return run(idx, targets, documents(idx, self.meta["eot"]))
+            virtual = torch.from_numpy(log_virtual).to(self.device) if self.model.cfg.virtual_length > 1 else None
+            return run(idx, targets, documents(idx, self.meta["eot"]), virtual)
 
     def train_step(self) -> tuple[float, float]:
         """One optimizer step; returns the mean loss and the gradient's norm before clipping. Unless both are finite, it
@@ -343,10 +348,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
         total = torch.zeros((), device=self.device)
-        for i, indices in enumerate(self.windows(self.step)):
+        for i, (indices, log_virtual) in enumerate(self.windows(self.step)):
             if self.processes.world > 1:  # read in the forward pass: only the last micro-step adds up over processes
                 self.run.require_backward_grad_sync = i == self.micro_steps - 1
-            loss = self.loss(self.run, indices) / self.micro_steps
+            loss = self.loss(self.run, indices, log_virtual) / self.micro_steps
             self.scaler.scale(loss).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, or the clip would see scaled gradients
@@ -355,6 +360,7 @@ class Trainer:
         finite = all(map(math.isfinite, numbers))
         if finite:
             self.scaler.step(self.optimizer)
+            self.model.constrain()
         self.scaler.update()  # lowers the scale if unscaling has met an infinite gradient
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1

@@ -2,8 +2,8 @@
 #
 # Parameters: 109,432,128 = 70.8M in the blocks + 50,304 x 768 = 38.6M in the embedding, shared by the output layer,
 #             + 384 of the prior (2 x 16 x 12) + 192 of SSMax. The paper has 121M: the same blocks, a vocabulary of
-#             32,768, an output layer of its own, and PyTorch's default initialisation. Here: GPT-2's 50,257 words,
-#             padded to a multiple of 64, and n_embd ** -0.5 for every matrix.
+#             32,768, and an output layer of its own. Here: GPT-2's 50,257 words, padded to a multiple of 64.
+#             Queries and keys start as in the paper; the other matrices as the table of `init_weights` says.
 # Tokens:     20,000 steps x 589,824 = 11.8 billion, about 1.15 epochs of FineWeb's sample-10BT
 # Work:       685 MFLOP a token, 8.1e18 in all: 5.7 hours on one H100, 18 on one A100, if 40% of their peak is reached
 # Memory:     about 8 GB on each GPU: 5.4 of activations (32 bytes x 768 x 12 a token), 1.8 of weights, gradients and

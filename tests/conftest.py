@@ -25,7 +25,7 @@ ENCODINGS = list(itertools.product(["nope", "sinusoidal", "rope", "alibi", "ggd"
 
 def make_model(pe, ssmax, **changes):
     """A byte-level model of 2 layers. Norms, theta and s are random (some s negative), unless a theta is given."""
-    fixed = [name for name in changes if name.startswith("theta_") and name != "theta_learned"]
+    fixed = {"theta_alpha", "theta_beta", "theta_mu"} & set(changes)
     shape = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64}
     cfg = ModelConfig(**{**shape, "pe": pe, "ssmax": ssmax, "tie_embeddings": False, **changes})
     generator = torch.Generator().manual_seed(1)

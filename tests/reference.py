@@ -54,7 +54,7 @@ def attention_rows(cfg, p, layer, x, starts):
             if cfg.ssmax:
                 scale = p[f"blocks.{layer}.attn.s"][h] * math.log(len(js))
                 content = content * scale
-                prior = prior if cfg.pe == "alibi" else prior * scale
+                prior = prior if cfg.pe == "alibi" or cfg.ssmax_scales == "content" else prior * scale
             yield h, i, js, content, prior, v[start : i + 1]
 
 

@@ -20,7 +20,7 @@ OPTIONS = [f"--{k}={v}" for k, v in MODEL.items()]
 OPTIONS += ["--tokens_per_step=256", "--eval_windows=7", "--eval_interval=3", "--log_interval=1", "--device=cpu"]
 # from a theta that is not 0, where theta_alpha's gradient is rounding noise; and a rate that knows no end of the run
 OPTIONS += ["--theta_alpha=0.5,-0.3", "--theta_beta=0.7,-0.4", "--learning_rate=1e-3", "--prior_lr=1e-2"]
-OPTIONS += ["--min_lr_fraction=1"]
+OPTIONS += ["--min_lr_fraction=1", "--virtual_length=50"]
 RUNS = [  # what two processes run, one after the other
     ["--out_dir=two", "--max_steps=5", "--grad_clip=0"],  # a clip would hide a gradient of the wrong size
     *(

@@ -54,7 +54,7 @@ def load(task, cfg):
 
 
 def measure(run, cfg, questions, progress):
-    return Q.measure_choices(run, questions, cfg.bos, cfg.batch_tokens, cfg.window_attention or None, progress)
+    return Q.measure_choices(run, questions, cfg.bos, cfg.batch_tokens, progress)
 
 
 def write_rows(folder):
@@ -266,11 +266,11 @@ def test_letters_are_four_tokens_of_gpt2():
 # ---- scoring
 
 
-def direct(model, prompt, window=None):
+def direct(model, prompt):
     """Log-likelihoods of the choices, from all logits of one text at a time."""
     found = []
     for row in prompt.rows:
-        log_p = model(torch.tensor([row]), window=window)[0].double().log_softmax(-1)
+        log_p = model(torch.tensor([row]))[0].double().log_softmax(-1)
         found.append(sum(log_p[i - 1, row[i]].item() for i in range(prompt.first, len(row))))
     return found
 
@@ -291,10 +291,11 @@ def some_prompts():
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
 def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypatch):
     model, prompts = make_model(pe, ssmax), some_prompts()[::2]
-    expected = [direct(model, prompt, window) for prompt in prompts]
+    model.window = window
+    expected = [direct(model, prompt) for prompt in prompts]
     monkeypatch.setattr(streaming, "LOSS_CHUNK", 257 * 40)  # several pieces of logits a batch
     for batch_tokens in (1, 10**6):
-        for ours, theirs in zip(Q.score_prompts(model, prompts, batch_tokens, window), expected, strict=True):
+        for ours, theirs in zip(Q.score_prompts(model, prompts, batch_tokens), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
 
 
@@ -327,7 +328,7 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     with torch.no_grad():
         model.head.weight.zero_()
     run, idx = make_run(model), torch.randint(0, 256, (3, 129))
-    cfg = E.DownstreamConfig(length=128, window=32, stride=16)
+    cfg = E.DownstreamConfig(length=128, average=32, stride=16)
     assert np.exp(E.by_position(run, cfg, idx, lambda done: None)["nll"]) == pytest.approx([257] * 4, rel=1e-5)
     result = E.by_context(run, cfg, idx, 64, lambda done: None)
     assert result["perplexity"] == pytest.approx(257, rel=1e-5) and result["n"] == 48
@@ -363,7 +364,7 @@ def test_ties_go_to_the_first_and_acc_norm_divides_by_characters():
 
 def test_by_position_is_the_cross_entropy_of_one_long_forward():
     model, idx = make_model("ggd", True), torch.randint(0, 256, (2, 97))
-    cfg = E.DownstreamConfig(length=96, window=24)
+    cfg = E.DownstreamConfig(length=96, average=24)
     nll = -model(idx[:, :-1]).double().log_softmax(-1).gather(-1, idx[:, 1:, None]).squeeze(-1)  # (2, 96)
     result = E.by_position(make_run(model), cfg, idx, lambda done: None)
     assert result["nll"] == pytest.approx(nll.view(2, 4, 24).mean((0, 2)).tolist(), abs=1e-4)
@@ -374,10 +375,10 @@ def test_by_position_is_the_cross_entropy_of_one_long_forward():
 @pytest.mark.parametrize("window", [0, 10])
 def test_by_context_scores_the_same_targets(window):
     model, idx = make_model("rope", False), torch.randint(0, 256, (3, 65))
-    cfg = E.DownstreamConfig(stride=8, batch_tokens=70, window_attention=window)
+    cfg, model.window = E.DownstreamConfig(stride=8, batch_tokens=70), window or None
     for context in (8, 30, 64):
         cut = idx[:, -context - 1 :]
-        logits = model(cut[:, :-1], window=window or None).double()
+        logits = model(cut[:, :-1]).double()
         nll = -logits.log_softmax(-1).gather(-1, cut[:, 1:, None]).squeeze(-1)[:, -8:]
         result = E.by_context(make_run(model), cfg, idx, context, lambda done: None)
         assert result["nll"] == pytest.approx(nll.mean().item(), abs=1e-4) and result["n"] == 24
@@ -482,7 +483,7 @@ def read(folder, task):
     return records.read_records(folder / "eval" / f"{task}.jsonl")
 
 
-SHORT = ("--length=256", "--window=64", "--contexts=64,128", "--targets=128", "--documents=2")
+SHORT = ("--length=256", "--average=64", "--contexts=64,128", "--targets=128", "--documents=2")
 
 
 def test_command_line_writes_tables_records_and_a_picture(run, tmp_path, monkeypatch, capsys):
@@ -561,7 +562,10 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
         (("RUN", "--tasks=arc_esay"), "tasks is arc_esay; it may hold perplexity, arc_easy"),
         (("RUN", "--tasks="), "tasks is empty"),
         (("RUN", "--source=TMP/text.txt", "--length=99999"), "are needed; choose another source"),
-        (("RUN", "--source=TMP/text.txt", "--length=100", "--window=64"), "length 100 is not a multiple of window 64"),
+        (
+            ("RUN", "--source=TMP/text.txt", "--length=100", "--average=64"),
+            "length 100 is not a multiple of average 64",
+        ),
         (("RUN", "--source=TMP/text.txt", "--contexts=64,128", "--stride=65"), "stride is 65"),
         (("RUN", "--source=TMP/latin.txt"), "is not UTF-8 text"),
         (("RUN", "--source=TMP/data"), "no *val_*.bin shards"),

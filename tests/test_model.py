@@ -76,13 +76,18 @@ def test_forward_far_past_block_size_with_finite_gradients(pe, ssmax):
 def test_window_hides_far_keys(pe, ssmax, float64):
     """With a window of 0 every token sees only itself; a window of T - 1 changes nothing."""
     model, idx = make_model(pe, ssmax, n_layer=1).double(), tokens(10)
+
+    def within(window, idx):
+        model.window = window
+        return model(idx)
+
     alone = model(idx, doc_ids=torch.arange(10).expand(2, 10))
     if pe != "sinusoidal":  # whose positions go on counting inside a window
-        torch.testing.assert_close(model(idx, window=0), alone, atol=1e-10, rtol=0)
-    torch.testing.assert_close(model(idx, window=9), model(idx))
+        torch.testing.assert_close(within(0, idx), alone, atol=1e-10, rtol=0)
+    torch.testing.assert_close(within(9, idx), within(None, idx))
     changed = idx.clone()
     changed[:, 2] = (changed[:, 2] + 1) % 256
-    difference = (model(idx, window=3) - model(changed, window=3)).abs().amax((0, 2))
+    difference = (within(3, idx) - within(3, changed)).abs().amax((0, 2))
     assert (difference[2:6] > 0).all() and (difference[6:] == 0).all()
 
 
@@ -301,6 +306,22 @@ def test_rope_depends_on_the_distance_only():
     assert score(40, 7) != pytest.approx(score(41, 7), abs=1e-3)
 
 
+@pytest.mark.parametrize("pe", ["nope", "alibi", "ggd"])
+def test_a_virtual_length_is_a_larger_n(pe):
+    """Training with ln n + u is attention with the base n e^u, row by row; a single key has all the weight anyway."""
+    model, idx, u = make_model(pe, True, virtual_length=50.0), tokens(12), torch.tensor([0.0, math.log(50)])
+    p, log = reference.parameters(model), math.log
+    for row, extra in zip(idx, u.tolist(), strict=True):
+        reference.math.log = lambda n, extra=extra: log(n) + extra
+        try:
+            expected = reference.forward(model, p, row.tolist())
+        finally:
+            reference.math.log = log
+        got = model(row[None], log_virtual=torch.tensor([extra]))[0]
+        torch.testing.assert_close(got.double(), expected, atol=2e-4, rtol=1e-4)
+    assert torch.equal(model(idx[:1], log_virtual=u[:1]), model(idx[:1]))
+
+
 def test_positions_angles_and_ln_n_are_exact_to_a_million():
     model = make_model("rope", True)
     positions = torch.tensor([[999_983, 999_999]])
@@ -311,6 +332,36 @@ def test_positions_angles_and_ln_n_are_exact_to_a_million():
         assert layout.rotation[0][0, 0, 0, channel].item() == pytest.approx(math.cos(angle), abs=1e-6)
     b = M.GGDPrior(make_model("ggd", True, theta_beta=(0.37,), theta_alpha=(0.0,)).cfg)(1_000_000)[0, 999_999].item()
     assert b == pytest.approx(-(999_999.0**0.37), rel=1e-5)
+
+
+def test_attention_starts_as_flat_as_the_papers():
+    """s = 1 and theta = 0 at the width of the 120M model: with q and k from PyTorch's default the mean largest weight
+    of 512 rows is 0.15 and 0.14 in the first two layers; with std n_embd ** -0.5 it would be 0.48 and 0.71."""
+    torch.manual_seed(0)
+    model = M.GPT(M.ModelConfig(n_layer=2))
+    for found in model.posteriors(tokens(512, B=1)):
+        assert 0.10 < found.posterior.amax(-1).mean().item() < 0.20
+
+
+def test_ssmax_on_the_content_alone():
+    """Another model than with SSMax on the whole log-posterior; both are those of the float64 reference."""
+    idx, found = tokens(14, B=1), []
+    for scales in ("content", "posterior"):
+        model = make_model("ggd", True, ssmax_scales=scales)
+        found.append(model(idx)[0].double())
+        expected = reference.forward(model, reference.parameters(model), idx[0].tolist())
+        torch.testing.assert_close(found[-1], expected, atol=2e-4, rtol=1e-4)
+    assert (found[0] - found[1]).abs().max() > 0.1
+
+
+def test_beta_is_kept_at_its_least_value():
+    model = make_model("ggd", True, theta_beta_min=0.0)
+    before = model.prior_values()["theta_beta"]
+    model.constrain()
+    assert model.prior_values()["theta_beta"] == [[max(beta, 0.0) for beta in layer] for layer in before] != before
+    free = make_model("ggd", True)
+    free.constrain()
+    assert free.prior_values()["theta_beta"] == before
 
 
 def test_sinusoidal_table_is_as_large_as_the_embeddings():
@@ -324,8 +375,11 @@ def test_initial_weights_follow_the_table():
     cfg = M.ModelConfig(n_layer=8, n_embd=256, n_head=4, vocab_size=1000)
     model = M.GPT(cfg)
     block = model.blocks[3]
-    for weight in (model.embedding.weight, block.attn.qkv.weight, block.mlp.gate_up.weight, model.head.weight):
+    q, k, v = block.attn.qkv.weight.chunk(3)
+    for weight in (model.embedding.weight, v, block.mlp.gate_up.weight, model.head.weight):
         assert weight.std().item() == pytest.approx(1 / 16, rel=0.02)
+    for weight in (q, k):
+        assert weight.std().item() == pytest.approx(1 / 16 / math.sqrt(3), rel=0.02)
     for weight in (block.attn.out.weight, block.mlp.down.weight):
         assert weight.std().item() == pytest.approx(1 / 16 / 4, rel=0.02)
     assert (block.attn.s == 1).all() and (block.attn.prior.theta_beta == 0).all()

@@ -1,6 +1,7 @@
 """The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line from end to end."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def test_lengths_are_exact_and_the_prompt_is_a_prefix(enc, wording, filler):
                 : -prompt.answer
             ]
             if length > 4000:
-                place = whole.index(E.WORDINGS[wording].needle[:10]) / len(whole)
+                place = whole.index(E.WORDINGS[wording].needle.format(key=key)[:10]) / len(whole)
                 assert place == pytest.approx(depth, abs=0.12) and abs(prompt.depth - depth) < 0.05
 
 
@@ -128,16 +129,40 @@ def test_shared_beginning():
 
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
-    """No word of the reworded needle's name, and no sentence of the unseen filler, is in the exercises."""
-    sentences = " ".join(exercises.EXERCISE_NEEDLES + exercises.EXERCISE_QUESTIONS).lower()
-    assert not any(word in sentences for word in exercises.HELD_OUT_WORDS)
+    """No word of the reworded needle's name and of the vault's frame, and no sentence of the unseen filler."""
+    frames = " ".join(text for frame in exercises.EXERCISE_FRAMES for text in frame).lower()
+    assert not any(word in frames for word in exercises.HELD_OUT_WORDS)
+    vault = set(re.findall(r"\w+", " ".join([E.WORDINGS["vault"].needle, E.WORDINGS["vault"].question]).lower()))
+    assert vault - exercises.HELD_OUT_WORDS == {"key", "the", "is", "by"}
     enc = get_tokenizer("bytes")
-    windows = list(exercises.exercise_windows(np.random.default_rng(0), 200, 256, enc, "Lorem ipsum dolor. " * 300))
+    windows = list(exercises.exercise_windows(np.random.default_rng(0), 300, 256, enc, "Lorem ipsum dolor. " * 300))
     text = "".join(enc.decode(w) for w in windows)
     assert all(len(w) == 256 and w[0] == 256 for w in windows)
     assert text.count("The pass key is") > 100 and text.count("The grass") > 50
     assert not any(f"the {a} {b} is" in text.lower() for a in ("secret", "number") for b in ("secret", "number"))
     assert not any(sentence in text for sentence in E.FILLERS["unseen"].split(".")[:-1])
+
+
+def test_exercises_have_every_frame_and_every_number_of_digits():
+    """3 to 8 digits in every frame; half of those in the passkey's own wording and more have five."""
+    rng, frames, digits = np.random.default_rng(0), set(), {True: [], False: []}
+    for _ in range(600):
+        one = exercises.random_exercise(rng, 256, "Lorem ipsum dolor. " * 300, ["name"])
+        digits[one["wording"] == E.WORDINGS["passkey"]].append(len(str(one["key"])))
+        frames.add((one["wording"].needle, one["wording"].question))
+    expected = {tuple(text.replace("{name}", "name name") for text in frame) for frame in exercises.EXERCISE_FRAMES}
+    own = E.WORDINGS["passkey"]
+    assert frames == expected | {(own.needle, own.question)}
+    assert set(digits[True]) == set(digits[False]) == {3, 4, 5, 6, 7, 8}
+    assert np.mean(np.array(digits[True]) == 5) == pytest.approx(1 / 2 + 1 / 12, abs=0.1)
+    assert np.mean(np.array(digits[False]) == 5) == pytest.approx(1 / 6, abs=0.1)
+
+
+def test_keys_have_the_digits_that_are_asked():
+    enc = get_tokenizer("bytes")
+    for digits in (1, 3, 8, 18):
+        prompts = E.make_prompts(enc, TEXTS, E.PasskeyConfig(digits=digits), 512)
+        assert {p.answer for p in prompts} == {digits + 1}, "and a space"
 
 
 def call(monkeypatch, *arguments):
@@ -199,7 +224,7 @@ def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, caps
     assert computed == [128, 300]
     header = next(line for line in capsys.readouterr().out.splitlines() if "300" in line)
     assert header.split() == ["run", "128", "300"]
-    for change in ("--depths=3", "--exact", "--seeds=2", "--window=50"):
+    for change in ("--depths=3", "--exact", "--seeds=2", "--window_attention=50"):
         call(monkeypatch, run, "--depths=2", "--lengths=128", "--resume", change)
     assert computed == [128, 300] + 4 * [128]
     call(monkeypatch, run, "--depths=2", "--lengths=128")

@@ -57,5 +57,27 @@ def test_fingerprint_is_of_the_weights_alone():
     assert R.fingerprint(model) == R.fingerprint(same) != R.fingerprint(other)
 
 
+def test_interventions_change_one_number_and_what_is_recorded(run):
+    """LAYER.HEAD.NAME=VALUE for parameters and for fixed values; other weights are another fingerprint."""
+    device, changes = torch.device("cpu"), R.Changes(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1"))
+    plain, changed = R.load_run(str(run), device), R.load_run(str(run), device, changes)
+    assert changed.model.window == 8 and plain.model.window is None
+    before, after = plain.model.prior_values(), changed.model.prior_values()
+    before["theta_beta"][1][3], before["s"][0][2], before["theta_mu"][0][0] = 0.0, -0.5, 1.0
+    assert after == before and R.fingerprint(plain.model) != R.fingerprint(changed.model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["2.0.s=0", "0.4.s=0", "0.-1.s=0", "0.0.beta=0", "0.0.s", "0.s=0", "0.0.s=x", "0.0.s=nan", "0.0.s=1=2", ""],
+)
+def test_an_intervention_on_what_is_not_there_is_told(run, change):
+    with pytest.raises(
+        ValueError, match="layers 0 to 1, heads 0 to 3 and theta_alpha, theta_beta, theta_mu, s"
+    ) as told:
+        R.load_run(str(run), torch.device("cpu"), R.Changes(set=(change,)))
+    assert "\n" not in str(told.value)
+
+
 def test_tables_are_aligned():
     assert R.aligned([["run", "256"], ["a", "100%"]]) == "run   256\n  a  100%"

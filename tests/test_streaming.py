@@ -28,10 +28,11 @@ def tokens(T, B=2):
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
 def test_streamed_logits_equal_full_ones(pe, ssmax, window):
     model, idx = make_model(pe, ssmax, block_size=16), tokens(150)
-    full = model(idx, window=window)
+    model.window = window
+    full = model(idx)
     for exact, chunks in ((True, [1] * 20 + [130]), (False, [7] * 21 + [3]), (True, [64, 64, 22]), (False, [150])):
         cache = S.KVCache(model, 2, 150, exact)
-        parts = [S.prefill(model, part, cache, part.shape[1], window) for part in idx.split(chunks, 1)]
+        parts = [S.prefill(model, part, cache, part.shape[1]) for part in idx.split(chunks, 1)]
         torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-4, rtol=1e-4)
 
 
@@ -126,7 +127,7 @@ def attended(model, q, k, v, exact=False):
     T = q.shape[2]
     cache = S.KVCache(model, 2, T, exact)
     cache.layers[0].append(0, k, v)
-    return S.attend(cache, cache.layers[0], q, T, model.layout(torch.arange(T)[None]), None), cache
+    return S.attend(cache, cache.layers[0], q, T, model.layout(torch.arange(T)[None])), cache
 
 
 def watch_left_out(monkeypatch, posterior):
@@ -207,8 +208,9 @@ def test_exact_and_skipping_scores_agree(pe, ssmax):
 
 def test_a_window_limits_the_work():
     model, idx = make_model("rope", True), tokens(400)
+    model.window = 20
     cache = S.KVCache(model, 2, 399)
-    S.score(model, idx, 1, cache, window=20)
+    S.score(model, idx, 1, cache)
     assert cache.layers[0].visible < 100  # of more than 25 * 26 / 2 = 325
 
 

@@ -69,8 +69,9 @@ def state(out):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "radam"])
 def test_5_steps_and_resume_and_5_steps_are_10_steps(data, tmp_path, optimizer):
-    trainer(data, tmp_path / "straight", optimizer=optimizer).loop()
-    first = trainer(data, tmp_path / "parts", optimizer=optimizer)
+    model = {"virtual_length": 50.0, "theta_beta_min": 0.01}
+    trainer(data, tmp_path / "straight", optimizer=optimizer, model=model).loop()
+    first = trainer(data, tmp_path / "parts", optimizer=optimizer, model=model)
     step = first.train_step
 
     def interrupted_at_5():
@@ -80,8 +81,26 @@ def test_5_steps_and_resume_and_5_steps_are_10_steps(data, tmp_path, optimizer):
     first.train_step = interrupted_at_5
     first.loop()
     assert load_checkpoint(tmp_path / "parts")["step"] == 5
-    trainer(data, tmp_path / "parts", optimizer=optimizer, resume=True).loop()
+    trainer(data, tmp_path / "parts", optimizer=optimizer, resume=True, model=model).loop()
     assert same(state(tmp_path / "straight"), state(tmp_path / "parts"))
+    assert (load_checkpoint(tmp_path / "parts")["model"]["blocks.0.attn.prior.theta_beta"] >= 0.01).all()
+
+
+def test_virtual_lengths_are_drawn_by_seed_step_and_window(data, tmp_path):
+    """ln of them uniform in 0 ... ln(virtual_length); the processes share one draw; without one nothing is drawn."""
+    one = trainer(data, tmp_path / "one", model={"virtual_length": 50.0})
+    drawn = [np.concatenate([log_virtual for _, log_virtual in one.windows(step)]) for step in range(500)]
+    assert same(torch.from_numpy(drawn[3]), torch.from_numpy(np.concatenate([v for _, v in one.windows(3)])))
+    drawn = np.stack(drawn) / np.log(50)
+    assert len(np.unique(drawn)) > 0.99 * drawn.size and 0 <= drawn.min() < 0.01 and 0.99 < drawn.max() <= 1
+    assert drawn.mean() == pytest.approx(0.5, abs=0.02) and drawn.std() == pytest.approx(12**-0.5, abs=0.02)
+    ranks = []
+    for rank in range(2):
+        one.processes, one.micro_steps = Processes(rank, rank, 2), 1
+        ranks.append(one.windows(3)[0])
+    shared = np.stack([v for _, v in ranks], axis=1).flatten() / np.float32(np.log(50))
+    np.testing.assert_allclose(shared, drawn[3], rtol=1e-5)
+    assert not trainer(data, tmp_path / "two").windows(3)[0][1].any()
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(data, tmp_path):
@@ -349,7 +368,7 @@ def test_last_target_of_packed_windows_is_not_trained(tmp_path):
     """Packed windows are shuffled: the token behind a window belongs to another text."""
     write_data(tmp_path / "packed", window=16)
     run, seen = trainer(tmp_path / "packed", tmp_path / "out"), []
-    run.run = lambda idx, targets, doc_ids: (seen.append(targets), run.model(idx, targets, doc_ids))[1]
+    run.run = lambda idx, targets, *rest: (seen.append(targets), run.model(idx, targets, *rest))[1]
     run.train_step()
     assert all((y[:, -1] == -100).all() and (y[:, :-1] >= 0).all() for y in seen)
 
