@@ -16,9 +16,35 @@ from matplotlib.ticker import LogFormatter
 from posteriors import panels, save
 from records import STYLES, newest, read_records
 from shards import replacing
-from study import ABLATIONS, FULL, LABELS, SSMAX
 
 ROOT = Path(__file__).resolve().parent
+PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
+SSMAX = {"": "", "_ssmax": ", SSMax"}
+LABELS = {f"{pe}{ending}": name + more for pe, name in PES.items() for ending, more in SSMAX.items()}
+FULL = "ggd_ssmax"  # the paper's method, about which the ablations change something
+UNIFORM = "start_uniform"  # the same with theta = 0 at the start, as in the paper: an eleventh beside the encodings
+LABELS |= {UNIFORM: f"{LABELS[FULL]}, uniform start"}
+ABLATIONS = {  # what, and how; at the full method's rate and with the first seed
+    "start_global": (
+        "two of four heads start anti-local in every layer",
+        "--theta_alpha=-3.24,-16.64,0,0",
+        "--theta_beta=8,8,-1,-2",
+    ),
+    "start_wide": (
+        "windows of up to 24 tokens instead of 8",
+        "--theta_alpha=" + "-3.24,-11.09,-16.64,-25.42," * 2 + "-3.24,-16.64,0,0",
+    ),
+    "learned_alibi": (
+        "starts at ALiBi's slopes, theta_beta fixed at 1",
+        "--theta_alpha=-1.386,-2.773,-4.159,-5.545",
+        "--theta_beta=1",
+        "--theta_learned=alpha",
+    ),
+    "theta_fixed": ("theta not learned", "--theta_learned="),
+    "s_1": ("s = 1 at the start (the paper)", "--ssmax_init=1"),
+    "prior_lr_1e-2": ("learning rate of theta 1e-2", "--prior_lr=1e-2"),
+    "prior_lr_1e-1": ("learning rate of theta 1e-1", "--prior_lr=1e-1"),
+}
 TESTS = {  # of the passkey, in the order of the tables: filler and wording
     "": ("passkey", "passkey"),
     "unseen filler, ": ("unseen", "passkey"),
@@ -34,7 +60,7 @@ def passkey_cells(records: Iterable[dict], row: str) -> dict:
     """{(row's value, test, length): records}, of the passkey records; `row` is what names a table's row."""
     tests, cells = {texts: test for test, texts in TESTS.items()}, defaultdict(list)
     for r in records:
-        plain = r["metric"] == "passkey" and not r["config"].get("window")
+        plain = r["metric"] == "passkey" and not r["config"].get("window_attention")
         texts = plain and (r["config"]["filler"], r["config"]["wording"])
         if texts in tests:
             cells[r[row], tests[texts], r["length"]].append(r)

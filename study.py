@@ -1,12 +1,12 @@
-"""The laptop study: ten encodings and the paper's start, three seeds, the best of four learning rates, and ablations.
+"""The laptop study: what each encoding finds in long texts, by results/PROTOCOL.md.
 
-python study.py                                        # some two hours on two cores; goes on where it stopped
+python study.py --workers=2                            # continues where it stopped
 python study.py --seeds=1 --variants=rope,ggd_ssmax    # a part of it
-python study.py --records=results/study.jsonl && python plot_priors.py --readme    # into the README
 
-With the first seed every encoding is trained at every rate; the one with the lowest loss on its last windows, which no
-step saw before, is its rate for all seeds. What is trained and evaluated stays, so nothing is done twice; all records
-are collected in one file. The work is done by the scripts that anyone can call: each command is printed before it runs.
+With the first seed each of the ten encodings is trained at every rate. The one with the lowest loss
+on its last windows, which no step saw before, is its rate for all seeds and for what varies it. What
+is trained and evaluated stays, so nothing is done twice; all records are collected in one file. The
+work is done by the scripts that anyone can call: each command is printed before it runs.
 """
 
 import configurator
@@ -14,11 +14,13 @@ from configurator import fail, user_errors
 
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,73 +30,75 @@ import numpy as np
 from checkpoint import load_checkpoint, load_model
 from model import ModelConfig
 from records import fingerprint, newest, read_records
-from shards import replacing
+from shards import lock_folder, replacing
 from train import DIVERGED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent
-PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
-SSMAX = {"": "", "_ssmax": ", SSMax"}
-LABELS = {f"{pe}{ending}": name + more for pe, name in PES.items() for ending, more in SSMAX.items()}
-ENCODINGS = {
-    f"{pe}{ending}": (f"--pe={pe}", f"--ssmax={'true' if ending else 'false'}") for pe in PES for ending in SSMAX
-}
-FULL = "ggd_ssmax"  # the paper's method, about which the ablations change something
-UNIFORM = "start_uniform"  # the same with theta = 0 at the start, as in the paper: an eleventh beside the encodings
-LABELS |= {UNIFORM: f"{LABELS[FULL]}, uniform start"}
-ENCODINGS |= {UNIFORM: (*ENCODINGS[FULL], "--theta_alpha=0", "--theta_beta=0")}
-ABLATIONS = {  # what, and how; at the full method's rate and with the first seed
-    "start_global": (
-        "two of four heads start anti-local in every layer",
-        "--theta_alpha=-3.24,-16.64,0,0",
-        "--theta_beta=8,8,-1,-2",
-    ),
-    "start_wide": (
-        "windows of up to 24 tokens instead of 8",
-        "--theta_alpha=" + "-3.24,-11.09,-16.64,-25.42," * 2 + "-3.24,-16.64,0,0",
-    ),
-    "learned_alibi": (
-        "starts at ALiBi's slopes, theta_beta fixed at 1",
-        "--theta_alpha=-1.386,-2.773,-4.159,-5.545",
-        "--theta_beta=1",
-        "--theta_learned=alpha",
-    ),
-    "theta_fixed": ("theta not learned", "--theta_learned="),
-    "s_1": ("s = 1 at the start (the paper)", "--ssmax_init=1"),
-    "prior_lr_1e-2": ("learning rate of theta 1e-2", "--prior_lr=1e-2"),
-    "prior_lr_1e-1": ("learning rate of theta 1e-1", "--prior_lr=1e-1"),
-}
 RATES = ("learning_rate", "prior_lr", "ssmax_lr")
-CONDITIONS = ("--filler=unseen", "--wording=reworded")  # passkey tests whose texts are in no exercise
+
+
+class Variant(NamedTuple):
+    """One row of the study."""
+
+    label: str
+    seeds: int  # trainings: the first so many of the seeds
+    options: str  # what makes the config this variant
+    base: str = ""  # the encoding whose rate it takes; none: its own is searched
+
+
+PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
+REAL = "--virtual_length=1 --ssmax_init=0.18"  # s: 1 / ln 256, about as sharp as plain softmax at the start
+VIRTUAL = "--ssmax=true --virtual_length=1000 --ssmax_init=0.12"
+FULL = f"--pe=ggd --ssmax=true {REAL}"  # the paper's method
+VARIANTS = {pe: Variant(name, 3, f"--pe={pe} --ssmax=false {REAL}") for pe, name in PES.items()}
+for pe, name in PES.items():
+    seeds = 5 if pe in ("alibi", "ggd") else 3
+    VARIANTS[f"{pe}_ssmax"] = Variant(f"{name}, SSMax", seeds, f"--pe={pe} --ssmax=true {REAL}")
+for pe, seeds in {"ggd": 5, "alibi": 3, "rope": 3, "nope": 3}.items():
+    label = f"{PES[pe]}, SSMax, virtual length"
+    VARIANTS[f"{pe}_virtual"] = Variant(label, seeds, f"--pe={pe} {VIRTUAL}", f"{pe}_ssmax")
+VARIANTS |= {
+    name: Variant(f"GGD-BAM, SSMax, {label}", seeds, f"{FULL} {options}", "ggd_ssmax")
+    for name, label, seeds, options in (
+        ("beta_from_0", "theta_beta at least 0", 5, "--theta_beta_min=0"),
+        ("content", "SSMax on the content only", 3, "--ssmax_scales=content"),
+        (
+            "windows",
+            "windows in the first layers at the start",
+            1,
+            "--theta_alpha=-3.24,-8.79,-12.88,-16.64,-3.24,-8.79,-12.88,-16.64,-3.24,-16.64,0,0"
+            " --theta_beta=8,8,8,8,8,8,8,8,8,8,-1,-2",
+        ),
+        ("mu", "mu learned", 1, "--theta_learned=alpha,beta,mu"),
+        ("slopes", "ALiBi's slopes at the start", 1, "--theta_alpha=-1.386,-2.773,-4.159,-5.545 --theta_beta=1"),
+        ("fixed", "theta stays 0", 1, "--theta_learned="),
+    )
+}
 
 
 @dataclass
 class StudyConfig:
     """What to train and ask. Raises ValueError, in one sentence, if it makes no sense."""
 
-    config: str = "config/cpu_study.py"  # of every training
-    variants: tuple[str, ...] = (*ENCODINGS, *ABLATIONS)  # encodings, and what is changed about ggd_ssmax
-    seeds: tuple[int, ...] = (1, 2, 3)  # of the trainings
-    rates: tuple[float, ...] = (0.1, 0.33, 1.0, 3.0)  # times the three learning rates of the config
-    multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 64)  # lengths of the passkey test, in units of the training length
-    longest: tuple[int, ...] = (256, 1000)  # lengths for ggd_ssmax and start_uniform alone, likewise
-    samples: int = 20  # prompts a length: depths of the passkey test, samples of RULER (first seed only)
+    config: str = "config/ggd_bam_cpu.py"  # of every training
+    variants: tuple[str, ...] = tuple(VARIANTS)  # rows of the study
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # of the trainings; a row may have fewer
+    rates: tuple[float, ...] = (1.0, 0.33)  # times the three learning rates of the config
+    workers: int = 1  # commands at a time; with several each has one thread
     out_dir: str = "out/study"  # folder of all runs
-    records: str = "out/study/study.jsonl"  # all that was found; results/study.jsonl is what the README shows
+    records: str = "out/study/study.jsonl"  # all that was found
 
     def __post_init__(self):
-        known = {**ENCODINGS, **ABLATIONS}
-        if unknown := set(self.variants) - set(known):
-            raise ValueError(f"variants has {', '.join(sorted(unknown))}; it may hold {', '.join(known)}")
-        self.variants = tuple(name for name in known if name in self.variants)  # in their order
-        if set(self.variants) & set(ABLATIONS) and FULL not in self.variants:
-            raise ValueError(f"the ablations need {FULL}, whose rate they take; name it too")
-        for name in ("variants", "seeds", "rates", "multiples"):
+        if unknown := set(self.variants) - set(VARIANTS):
+            raise ValueError(f"variants has {', '.join(sorted(unknown))}; it may hold {', '.join(VARIANTS)}")
+        for name in ("variants", "seeds", "rates"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} is {values}; give at least one, and none twice")
-        self.seeds = tuple(sorted(self.seeds))
-        if min(self.rates) <= 0 or min(*self.multiples, *self.longest, self.samples) < 1:
-            raise ValueError("rates must be above 0; multiples, longest and samples at least 1")
+        if min(*self.rates, self.workers) <= 0:
+            raise ValueError("rates and workers must be above 0")
+        if missing := {VARIANTS[name].base for name in self.variants} - {"", *self.variants}:
+            raise ValueError(f"these variants take the rate of {', '.join(sorted(missing))}; name it too")
 
 
 class Job(NamedTuple):
@@ -108,28 +112,32 @@ class Job(NamedTuple):
         return Path(cfg.out_dir) / f"{self.variant}_x{self.rate:g}_s{self.seed}"
 
 
-def call(script: str, *words: object) -> int:
-    """Run one of the scripts and return its status, 0 or train.py's DIVERGED; any other, or Ctrl-C, ends the study."""
-    words = [script, *map(str, words)]
-    print(f"\n$ python {shlex.join(words)}", flush=True)
-    process, status = subprocess.Popen([sys.executable, str(ROOT / script), *words[1:]]), None
-    while status is None:
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:  # the script has got it too: it saves its work and ends
-            continue
-    if status == 130:
+def call(cfg: StudyConfig, script: str, *words: object) -> int:
+    """Run one of the scripts, its output into a log if others run beside it, and return its status, 0
+    or train.py's DIVERGED. Any other status ends the study."""
+    command = [script, *map(str, words)]
+    print(f"$ python {shlex.join(command)}", flush=True)
+    alone = cfg.workers == 1
+    threads = {} if alone else {"OMP_NUM_THREADS": "1"}
+    with open(os.devnull if alone else Path(cfg.out_dir) / "log.txt", "a", encoding="utf-8") as log:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / script), *command[1:]],
+            env={**os.environ, **threads},
+            stdout=None if alone else log,
+            stderr=None if alone else log,
+        )
+    if done.returncode == 130:  # Ctrl-C reaches the script too: it has saved its work
         sys.exit(130)
-    if status not in (0, DIVERGED):
-        fail(f"{script} ended with status {status}; see above, then start the study again: it goes on from here")
-    return status
+    if done.returncode not in (0, DIVERGED):
+        fail(f"{shlex.join(command)} ended with status {done.returncode}; start the study again to continue")
+    return done.returncode
 
 
 def options(cfg: StudyConfig, base: TrainConfig, job: Job) -> list[str]:
     """The words that make the config file this job."""
     rates = [f"--{name}={job.rate * getattr(base, name):.3g}" for name in RATES]
-    changes = ENCODINGS.get(job.variant) or (*ENCODINGS[FULL], *ABLATIONS[job.variant][1:])
-    return [f"--seed={job.seed}", *rates, *changes, f"--out_dir={job.folder(cfg)}"]
+    variant = shlex.split(VARIANTS[job.variant].options)
+    return [f"--seed={job.seed}", *rates, *variant, f"--out_dir={job.folder(cfg)}"]
 
 
 def parse(words: list[str]) -> list:
@@ -142,7 +150,7 @@ def log_of(cfg: StudyConfig, job: Job) -> list[dict]:
 
 
 def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
-    """Train, or go on where a training stopped; nothing if it is finished. False if the loss diverged."""
+    """Train, or continue a training that stopped; nothing if it is finished. False if it diverged."""
     words, folder = [cfg.config, *options(cfg, base, job)], job.folder(cfg)
     step, log = 0, log_of(cfg, job)
     if (folder / "last.pt").exists():
@@ -155,43 +163,64 @@ def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
             fail(f"{folder} holds a run of other options; move it away, or choose another --out_dir")
         if step >= base.max_steps and log and log[-1]["step"] == step:
             return True
-    if not 0 < step < base.max_steps:  # nothing to go on from
+    if not 0 < step < base.max_steps:  # nothing to continue
         shutil.rmtree(folder, ignore_errors=True)
         step = 0
-    return call("train.py", *words, *["--resume"] * (step > 0)) != DIVERGED
+    return call(cfg, "train.py", *words, *["--resume"] * (step > 0)) != DIVERGED
 
 
 def final_loss(cfg: StudyConfig, job: Job) -> float:
-    """The mean training loss over the last quarter of the steps. Every window is read once, so none was seen before."""
+    """The mean training loss over the last quarter of the steps, each of whose windows is new."""
     log = log_of(cfg, job)
     losses = [r["loss"] for r in log if r["step"] > 0.75 * log[-1]["step"]]
     return math.inf if None in losses else float(np.mean(losses))
 
 
-def evaluate(cfg: StudyConfig, runs: list[Path], trained: int, first: bool) -> None:
-    """Passkey, perplexity and, for the first seed, RULER's first task, which is slow: all runs of a seed at once. What
-    is in their records already is kept."""
+def evaluate(cfg: StudyConfig, job: Job, trained: int, first: bool) -> None:
+    """All tests of one run, as the protocol says. What is in its records already is kept."""
+    run = job.folder(cfg)
 
-    def lengths(multiples: tuple[int, ...]) -> str:
-        return "--lengths=" + ",".join(str(m * trained) for m in multiples)
+    def passkey(multiples: Iterable[int], *words: str) -> float:
+        """The share of keys found at the last of these lengths."""
+        lengths = [m * trained for m in multiples]
+        call(cfg, "eval_passkey.py", run, f"--lengths={','.join(map(str, lengths))}", *words, "--resume")
+        found = [r for r in read_records(run / "eval" / "passkey.jsonl") if r["length"] == lengths[-1]]
+        return found[-1]["correct"] / found[-1]["n"]
 
-    depths = f"--depths={cfg.samples}"
-    call("eval_passkey.py", *runs, lengths(cfg.multiples), depths, "--resume")
-    for condition in CONDITIONS:
-        call("eval_passkey.py", *runs, lengths((4, 16)), condition, depths, "--resume")
-    call("eval_downstream.py", *runs, "--resume")
+    def ladder(*words: str) -> list[int]:
+        """Ever longer texts, until no key is found in one: the lengths that were asked."""
+        asked = []
+        for stage in ((1, 2, 4), (8, 16), (64,)):
+            asked += stage
+            if not passkey(stage, "--seeds=1,2,3", *words):
+                break
+        return asked
+
+    asked = ladder()
+    near = [m for m in (1, 4, 16) if m in asked]
+    for words in ("--filler=unseen", "--wording=vault"):
+        passkey(near, "--seeds=1,2,3", words)
+    if job.variant.startswith("rope"):
+        ladder(f"--window_attention={trained}")
+    retrieves = 16 in asked and passkey((16,), "--seeds=1,2,3") >= 0.5
+    if 64 in asked and passkey((64,), "--seeds=1,2,3") >= 0.5:
+        passkey((256, 500, 1000))
+        if first:
+            passkey((4096,), "--depths=5")
+    if retrieves and (far := far_heads(run)):
+        passkey((16, 64), "--seeds=1,2,3", f"--set={','.join(far)}")
+    contexts = ",".join(str(m * trained) for m in (1, 4, 16, 64))
+    call(cfg, "eval_downstream.py", run, f"--contexts={contexts}", "--resume")
     if first:
-        ruler = ("--tasks=niah_single_1", f"--samples={cfg.samples}", lengths((4, 8, 16)))
-        call("eval_ruler.py", *runs, *ruler, "--resume")
-    if cfg.longest and (far := [run for run in runs if run.name.startswith((f"{FULL}_x", f"{UNIFORM}_x"))]):
-        call("eval_passkey.py", *far, lengths(cfg.longest), depths, "--resume")
+        tasks = "--tasks=niah_single_1,niah_single_2,niah_single_3"
+        lengths = ",".join(str(m * trained) for m in ((4, 16, 64) if retrieves else (4,)))
+        call(cfg, "eval_ruler.py", run, tasks, f"--lengths={lengths}", "--samples=20", "--resume")
 
 
-def asked(cfg: StudyConfig, record: dict, weights: str) -> bool:
-    """Is this record of an evaluation one of the study, and not of other weights or options in the same file?"""
-    fixed = {"depths": cfg.samples, "seeds": [1], "samples": cfg.samples, "window": 0, "exact": False}
-    config = record["config"] if record["metric"] != "perplexity" else {"seeds": [1]}
-    return record["weights"] == weights and all(config.get(k, v) == v for k, v in fixed.items())
+def far_heads(run: Path) -> list[str]:
+    """The anti-local heads of a run, as --set takes them, to make them uniform."""
+    betas = load_model(run)[0].prior_values().get("theta_beta", [])
+    return [f"{i}.{h}.theta_beta=0" for i, layer in enumerate(betas) for h, beta in enumerate(layer) if beta < 0]
 
 
 def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
@@ -200,10 +229,12 @@ def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
     saved = load_checkpoint(folder)
     numbers = {name: end[name] for name in ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")}
     numbers |= {name: saved[name] for name in ("commit", "train_config", "model_config")}
+    numbers |= {name: end[name] for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if name in end}
     yield about | {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)} | numbers
     weights = fingerprint(load_model(folder)[0]) if chosen else None
     files = sorted((folder / "eval").glob("*.jsonl")) if chosen else ()
-    for record in newest(r for file in files for r in read_records(file) if asked(cfg, r, weights)):
+    found = [r for file in files for r in read_records(file)]
+    for record in newest(r for r in found if r["weights"] == weights or r["config"].get("set")):
         left_out = ("checkpoint", "model_config", "train_config", "step", "commit")  # the training's record has them
         yield about | {k: v for k, v in record.items() if k not in left_out}
 
@@ -219,27 +250,31 @@ def collect(cfg: StudyConfig, jobs: dict[Job, bool]) -> None:
 
 
 def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
-    """All trainings and evaluations, seed by seed; the records are written anew after each seed."""
+    """All trainings and evaluations, seed by seed; the records are written anew after each of the two."""
     jobs: dict[Job, bool] = {}
-    chosen: dict[str, float] = {}
-    for seed in cfg.seeds:
-        runs = []
-        for variant in cfg.variants:
-            if variant in ABLATIONS and seed != cfg.seeds[0]:
-                continue
-            known = chosen.get(FULL if variant in ABLATIONS else variant)
-            jobs_of = [Job(variant, rate, seed) for rate in ((known,) if known else cfg.rates)]
-            tried = [job for job in jobs_of if train(cfg, base, job)]
-            if not tried:
-                print(f"{variant} diverged at every rate with seed {seed}; it is left out")
-                continue
-            best = min(tried, key=lambda job: final_loss(cfg, job))
-            chosen[variant] = best.rate
-            jobs |= {job: job == best for job in tried}
-            runs.append(best.folder(cfg))
-        if runs:
-            evaluate(cfg, runs, trained, first=seed == cfg.seeds[0])
-        collect(cfg, jobs)
+    rate: dict[str, float] = {}
+    pool = ThreadPoolExecutor(cfg.workers)
+
+    def train_all(todo: list[Job]) -> list[Job]:
+        done = pool.map(lambda job: train(cfg, base, job), todo)
+        return [job for job, finished in zip(todo, done, strict=True) if finished]
+
+    try:
+        for place, seed in enumerate(cfg.seeds):
+            names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
+            own = [name for name in names if not VARIANTS[name].base]
+            tried = train_all([Job(n, r, seed) for n in own for r in ([rate[n]] if n in rate else cfg.rates)])
+            by_loss = sorted(tried, key=lambda job: final_loss(cfg, job))
+            best = [next(job for job in by_loss if job.variant == n) for n in own if n in {j.variant for j in tried}]
+            rate |= {job.variant: job.rate for job in best}
+            based = {n: VARIANTS[n].base for n in names if VARIANTS[n].base in rate}
+            best += train_all([Job(n, rate[b], seed) for n, b in based.items()])
+            jobs |= {job: job in best for job in [*tried, *best]}
+            collect(cfg, jobs)
+            list(pool.map(lambda job, first=not place: evaluate(cfg, job, trained, first), best))
+            collect(cfg, jobs)
+    finally:  # after a mistake or Ctrl-C begin nothing new, and wait for what saves its work
+        pool.shutdown(cancel_futures=True)
     print(f"\nrecords in {cfg.records}")
 
 
@@ -249,8 +284,8 @@ def main() -> None:
         cfg.config = str(ROOT / cfg.config)
     model, base = parse([cfg.config])
     with user_errors():
-        configurator.check_folder(Path(cfg.out_dir))
         configurator.check_folder(Path(cfg.records).parent)
+        lock_folder(Path(cfg.out_dir))
     for variant in cfg.variants:  # what cannot be trained shows before the first training
         parse([cfg.config, *options(cfg, base, Job(variant, 1.0, 1))])
     study(cfg, base, model.block_size)

@@ -14,8 +14,8 @@ from train import TrainConfig
 CONFIGS = Path(__file__).resolve().parent.parent / "config"
 PARAMETERS = {  # in all, in the prior, in s
     "ggd_bam_cpu": (558_244, 24, 12),
-    "cpu_study": (558_244, 24, 12),
-    "cpu_study_long": (558_244, 24, 12),
+    "ggd_bam_40m": (41_491_232, 192, 96),
+    "ggd_bam_85m": (85_832_832, 256, 128),
     "ggd_bam_120m": (109_432_128, 384, 192),
     "nope_120m": (109_431_552, 0, 0),
     "sinusoidal_120m": (109_431_552, 0, 0),

@@ -3,29 +3,36 @@
 from dataclasses import asdict
 
 import pytest
+from conftest import make_model
 
 import study as S
 from checkpoint import save_checkpoint
 from records import append_record, read_records
 from train import TrainConfig
 
-DIVERGING = ("rope_x0.33_s1", "rope_x3_s1", "alibi_x1_s1", "alibi_x1_s2")
-BEST = {"nope": 0.33, "rope_ssmax": 3.0}  # elsewhere 1
+DIVERGING = ("rope_x0.33_s1", "alibi_x1_s1", "alibi_x0.33_s1")
+BEST = {"nope": 0.33}  # elsewhere 1
+FOUND = {"nope": 2, "ggd_ssmax": 64}  # the longest text, in training lengths, in which a key is found; elsewhere 8
 
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Stands in for the scripts: a training leaves a checkpoint and a log, an evaluation a record."""
+    """Stands in for the scripts: a training leaves a checkpoint and a log, an evaluation records."""
     calls = []
 
-    def call(script, *words):
+    def call(cfg, script, *words):
         calls.append((script, *map(str, words)))
+        given = dict(word.removeprefix("--").partition("=")[::2] for word in calls[-1][2:])
         if script != "train.py":
-            for run in (word for word in words if not isinstance(word, str)):
-                record = {"metric": script, "length": 9, "config": {"words": calls[-1][-2]}, "model_config": {}}
-                append_record(run / "eval" / "all.jsonl", record | {"weights": run.name})
-                append_record(run / "eval" / "all.jsonl", record | {"weights": "others", "length": 8})
-            return
+            run = words[0]
+            variant = run.name.split("_x")[0]
+            for length in map(int, given.get("lengths", "1").split(",")):
+                config = {"words": sorted(given.items() - {("lengths", given.get("lengths"))})}
+                config |= {"set": given["set"]} if "set" in given else {}
+                n = {"correct": 60 * (length <= 256 * FOUND.get(variant, 8)), "n": 60}
+                record = {"metric": script, "length": length, "config": config, "weights": "weights"} | n
+                append_record(run / "eval" / f"{'passkey' if 'passkey' in script else script}.jsonl", record)
+            return 0
         model, training = S.parse([word for word in words if word != "--resume"])
         folder = S.Path(training.out_dir)
         if folder.name in DIVERGING:
@@ -33,16 +40,17 @@ def scripts(monkeypatch):
         variant, rate = folder.name.split("_x")[0], float(folder.name.split("_x")[1].split("_s")[0])
         loss = abs(rate - BEST.get(variant, 1.0)) + 1
         vals = {name: 1.0 for name in ("val", "val_1x", "val_2x", "val_4x", "seconds")}
-        steps = ({"step": 1, "loss": 9.0}, {"step": training.max_steps, "loss": loss} | vals)
-        for record in steps:
+        for record in ({"step": 1, "loss": 9.0}, {"step": training.max_steps, "loss": loss} | vals):
             append_record(folder / "log.jsonl", record)
         state = {"step": training.max_steps, "commit": "c", "model": {}}
         state |= {"train_config": asdict(training), "model_config": asdict(model)}
         save_checkpoint(folder / "last.pt", state)
+        return 0
 
     monkeypatch.setattr(S, "call", call)
-    monkeypatch.setattr(S, "load_model", lambda run: (run.name, {}))
-    monkeypatch.setattr(S, "fingerprint", lambda model: model)
+    model = make_model("ggd", True, theta_beta=(0.5, -0.5, -1.0, 0.0))
+    monkeypatch.setattr(S, "load_model", lambda run: (model, run.name))
+    monkeypatch.setattr(S, "fingerprint", lambda model: "weights")
     return calls
 
 
@@ -59,40 +67,54 @@ def trainings(calls):
 
 
 def test_every_encoding_takes_its_best_rate_to_the_other_seeds(tmp_path, scripts):
-    cfg = config(tmp_path, variants=("rope_ssmax", "nope"), seeds=(1, 2))
+    cfg = config(tmp_path, variants=("nope", "rope_ssmax"), seeds=(7, 2))
     S.study(cfg, TrainConfig(max_steps=5), 256)
-    first = [f"{v}_x{rate}_s1" for v in ("nope", "rope_ssmax") for rate in ("0.1", "0.33", "1", "3")]
-    assert trainings(scripts) == [*first, "nope_x0.33_s2", "rope_ssmax_x3_s2"]
+    first = [f"{v}_x{rate}_s7" for v in ("nope", "rope_ssmax") for rate in ("1", "0.33")]
+    assert trainings(scripts) == [*first, "nope_x0.33_s2", "rope_ssmax_x1_s2"]
     found = read_records(S.Path(cfg.records))
-    losses = {(r["variant"], r["rate"], r["seed"]): r["chosen"] for r in found if r["metric"] == "training"}
-    assert len(losses) == 10 and sum(losses.values()) == 4 and losses["rope_ssmax", 3.0, 2]
-    ruler = [words for script, *words in scripts if script == "eval_ruler.py"]
-    assert len(ruler) == 1 and not any("_s2" in word for word in ruler[0]), "RULER with the first seed alone"
-    passkey = [r for r in found if r["metric"] == "eval_passkey.py"]
-    assert {(r["variant"], r["rate"]) for r in passkey} == {("nope", 0.33), ("rope_ssmax", 3.0)}
-    assert all("model_config" not in r for r in passkey)
+    chosen = {(r["variant"], r["rate"], r["seed"]): r["chosen"] for r in found if r["metric"] == "training"}
+    assert len(chosen) == 6 and sum(chosen.values()) == 4 and chosen["nope", 0.33, 2]
+    ruler = [words[0] for script, *words in scripts if script == "eval_ruler.py"]
+    assert len(ruler) == 2 and not any("_s2" in run for run in ruler), "RULER with the first seed alone"
+    tests = {(r["variant"], r["rate"], r["seed"]) for r in found if r["metric"] == "eval_passkey.py"}
+    assert tests == {job for job, best in chosen.items() if best}
 
 
-def test_ablations_take_the_rate_of_the_full_method_and_one_seed(tmp_path, scripts):
-    S.study(config(tmp_path, variants=("s_1", "ggd_ssmax"), seeds=(4, 5)), TrainConfig(max_steps=5), 256)
-    full = [f"ggd_ssmax_x{rate}_s4" for rate in ("0.1", "0.33", "1", "3")]
-    assert trainings(scripts) == [*full, "s_1_x1_s4", "ggd_ssmax_x1_s5"]
+def test_variants_take_the_rate_of_their_encoding_and_their_number_of_seeds(tmp_path, scripts):
+    S.study(config(tmp_path, variants=("mu", "nope", "ggd_ssmax", "nope_virtual", "nope_ssmax"), seeds=(4, 5, 6, 7)),
+            TrainConfig(max_steps=5), 256)  # fmt: skip
+    done = trainings(scripts)
+    assert [name for name in done if name.startswith("mu")] == ["mu_x1_s4"]
+    assert [name[-1] for name in done if name.startswith("nope_virtual")] == ["4", "5", "6"]
+    assert [name[-1] for name in done if name.startswith("ggd_ssmax_x1")] == ["4", "5", "6", "7"]
 
 
-def test_a_rate_that_diverges_is_not_chosen_and_the_study_goes_on(tmp_path, scripts):
-    S.study(
-        config(tmp_path, variants=("rope", "alibi"), seeds=(1, 2), rates=(0.33, 1.0, 3.0)),
-        TrainConfig(max_steps=5),
-        256,
-    )
-    assert trainings(scripts)[-2:] == ["rope_x1_s2", "alibi_x0.33_s2"]
-
-
-def test_an_encoding_that_diverges_at_every_rate_is_left_out(tmp_path, scripts, capsys):
-    cfg = config(tmp_path, variants=("alibi",), seeds=(1, 2), rates=(1.0,))
+def test_a_rate_that_diverges_is_not_chosen_and_an_encoding_that_always_does_is_left_out(tmp_path, scripts):
+    cfg = config(tmp_path, variants=("rope", "alibi"), seeds=(1,))
     S.study(cfg, TrainConfig(max_steps=5), 256)
-    assert "alibi diverged at every rate with seed 2" in capsys.readouterr().out
-    assert not any(script.startswith("eval") for script, *_ in scripts) and not read_records(S.Path(cfg.records))
+    found = read_records(S.Path(cfg.records))
+    assert {(r["variant"], r["rate"]) for r in found} == {("rope", 1.0)}
+
+
+def asked(scripts, variant, *words):
+    """The lengths of the passkey test that were asked with just these options."""
+    free = ("--lengths", "--resume", "--seeds", "--depths")
+    lengths = []
+    for script, run, *options in scripts:
+        own = script == "eval_passkey.py" and f"/{variant}_x" in run
+        if own and [o for o in options if not o.startswith(free)] == list(words):
+            lengths += [int(n) // 256 for n in options[0].split("=")[1].split(",")]
+    return sorted(set(lengths))
+
+
+def test_longer_texts_are_asked_only_where_keys_are_found(tmp_path, scripts):
+    S.study(config(tmp_path, variants=("nope", "rope", "ggd_ssmax"), seeds=(2,)), TrainConfig(max_steps=5), 256)
+    assert asked(scripts, "nope") == [1, 2, 4]
+    assert asked(scripts, "rope") == asked(scripts, "rope", "--window_attention=256") == [1, 2, 4, 8, 16]
+    assert asked(scripts, "ggd_ssmax") == [1, 2, 4, 8, 16, 64, 256, 500, 1000, 4096]
+    assert asked(scripts, "nope", "--wording=vault") == [1, 4]
+    far = "--set=0.1.theta_beta=0,0.2.theta_beta=0,1.1.theta_beta=0,1.2.theta_beta=0"
+    assert asked(scripts, "ggd_ssmax", far) == [16, 64]
 
 
 def test_a_second_call_trains_nothing_and_keeps_one_record_a_cell(tmp_path, scripts):
@@ -105,7 +127,7 @@ def test_a_second_call_trains_nothing_and_keeps_one_record_a_cell(tmp_path, scri
 
 
 def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
-    """Finished: kept. Stopped: resumed. No checkpoint, or one whose last log line is lost: begun anew. Other options:
+    """Finished: kept. Stopped: resumed. No checkpoint, or one whose last log line is lost: begun again. Other options:
     refused."""
     cfg, base, job = config(tmp_path), TrainConfig(max_steps=5), S.Job("nope", 1.0, 1)
     folder = job.folder(cfg)
@@ -131,37 +153,48 @@ def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
 def test_a_script_is_waited_for_and_its_end_is_the_end(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(S, "ROOT", tmp_path)
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[2]); sys.exit(int(sys.argv[1]))")
-    S.call("script.py", 0, "two words")
-    assert "$ python script.py 0 'two words'" in capfd.readouterr().out
-    assert S.call("script.py", S.DIVERGED, "") == S.DIVERGED
+    cfg = config(tmp_path)
+    S.call(cfg, "script.py", 0, "two words")
+    assert "$ python script.py 0 'two words'\ntwo words" in capfd.readouterr().out
+    assert S.call(cfg, "script.py", S.DIVERGED, "") == S.DIVERGED
     for status, expected in ((130, 130), (1, 2)):
         with pytest.raises(SystemExit) as stopped:
-            S.call("script.py", status, "")
+            S.call(cfg, "script.py", status, "")
         assert stopped.value.code == expected
 
 
-@pytest.mark.parametrize("variant", [*S.ENCODINGS, *S.ABLATIONS])
+def test_beside_others_a_script_has_one_thread_and_writes_into_the_log(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(S, "ROOT", tmp_path)
+    (tmp_path / "script.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    cfg = config(tmp_path, workers=2)
+    S.Path(cfg.out_dir).mkdir()
+    S.call(cfg, "script.py")
+    assert "threads" not in capfd.readouterr().out
+    assert (S.Path(cfg.out_dir) / "log.txt").read_text() == "threads 1\n"
+
+
+@pytest.mark.parametrize("variant", S.VARIANTS)
 def test_the_options_are_those_of_train(tmp_path, variant):
     """The words make a config, and what belongs to the encoding is what the variant's name says."""
     words = S.options(config(tmp_path), TrainConfig(), S.Job(variant, 3.0, 7))
-    model, train = S.parse([str(S.ROOT / "config/cpu_study.py"), *words])
-    pe, _, ssmax = variant.partition("_")
-    expected = (pe, bool(ssmax)) if pe in S.PES else ("ggd", True)
-    assert (model.pe, model.ssmax) == expected
-    assert train.seed == 7 and train.learning_rate == pytest.approx(3e-3)
-    assert (train.prior_lr == pytest.approx(3e-3)) == (not variant.startswith("prior_lr"))
+    model, train = S.parse([str(S.ROOT / "config/ggd_bam_cpu.py"), *words])
+    pe, _, more = variant.partition("_")
+    expected = (pe, bool(more)) if pe in S.PES else ("ggd", True)
+    assert (model.pe, model.ssmax) == expected and (model.virtual_length > 1) == (more == "virtual")
+    assert model.ssmax_init == (0.12 if more == "virtual" else 0.18)
+    assert train.seed == 7 and train.learning_rate == train.prior_lr == pytest.approx(3e-3)
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--variants=foo", "foo"),
-        ("--variants=s_1", "need ggd_ssmax"),
+        ("--variants=mu", "take the rate of ggd_ssmax"),
         ("--seeds=", "at least one"),
         ("--rates=1,1", "none twice"),
         ("--rates=-1", "above 0"),
+        ("--workers=0", "above 0"),
         ("--config=missing.py", "missing.py"),
-        ("--config=config/ggd_bam_120m.py", "theta_alpha has 4 values"),
         ("--records=study.py/x.jsonl", "is a file where a folder is needed"),
     ],
 )
