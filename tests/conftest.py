@@ -8,9 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Where torch is to play an older CPU, two parts must be told. The compiler would take kernels for another instruction
-# set from its disk cache, with wrong numbers; oneDNN would ask for bfloat16 products that the kernels then lack.
-if instructions := os.environ.get("ATEN_CPU_CAPABILITY"):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"torchinductor_{instructions}"))
+# set from its disk cache, with wrong numbers, so each has its own, the native one too; oneDNN would ask for bfloat16
+# products that the kernels then lack.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir(), "nanobam_tests_" + os.environ.get("ATEN_CPU_CAPABILITY", "native"))
+)
+if "ATEN_CPU_CAPABILITY" in os.environ:
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 
 import pytest
