@@ -35,6 +35,8 @@ from train import DIVERGED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent
 RATES = ("learning_rate", "prior_lr", "ssmax_lr")
+# the passkey test, but for what a part of the protocol changes about it
+PLAIN = {"seeds": [1, 2, 3], "depths": 20, "filler": "passkey", "wording": "passkey", "window_attention": 0, "set": []}
 
 
 class Variant(NamedTuple):
@@ -180,35 +182,38 @@ def evaluate(cfg: StudyConfig, job: Job, trained: int, first: bool) -> None:
     """All tests of one run, as the protocol says. What is in its records already is kept."""
     run = job.folder(cfg)
 
-    def passkey(multiples: Iterable[int], *words: str) -> float:
-        """The share of keys found at the last of these lengths."""
-        lengths = [m * trained for m in multiples]
-        call(cfg, "eval_passkey.py", run, f"--lengths={','.join(map(str, lengths))}", *words, "--resume")
-        found = [r for r in read_records(run / "eval" / "passkey.jsonl") if r["length"] == lengths[-1]]
-        return found[-1]["correct"] / found[-1]["n"]
+    def passkey(multiples: Iterable[int], **options: object) -> dict[int, float]:
+        """The share of keys found at each of these multiples of the training length."""
+        config = PLAIN | options
+        words = [f"--{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in config.items()]
+        lengths = {m: m * trained for m in multiples}
+        call(cfg, "eval_passkey.py", run, f"--lengths={','.join(map(str, lengths.values()))}", *words, "--resume")
+        found = read_records(run / "eval" / "passkey.jsonl")  # of all tests, the newest last
+        found = {r["length"]: r["correct"] / r["n"] for r in found if config.items() <= r["config"].items()}
+        return {m: found[length] for m, length in lengths.items()}
 
-    def ladder(*words: str) -> list[int]:
-        """Ever longer texts, until no key is found in one: the lengths that were asked."""
-        asked = []
+    def ladder(**options: object) -> dict[int, float]:
+        """The same for ever longer texts, until no key is found in one."""
+        found = {}
         for stage in ((1, 2, 4), (8, 16), (64,)):
-            asked += stage
-            if not passkey(stage, "--seeds=1,2,3", *words):
+            found |= passkey(stage, **options)
+            if not found[stage[-1]]:
                 break
-        return asked
+        return found
 
-    asked = ladder()
-    near = [m for m in (1, 4, 16) if m in asked]
-    for words in ("--filler=unseen", "--wording=vault"):
-        passkey(near, "--seeds=1,2,3", words)
+    found = ladder()
+    near = [m for m in (1, 4, 16) if m in found]
+    passkey(near, filler="unseen")
+    passkey(near, wording="vault")
     if job.variant.startswith("rope"):
-        ladder(f"--window_attention={trained}")
-    retrieves = 16 in asked and passkey((16,), "--seeds=1,2,3") >= 0.5
-    if 64 in asked and passkey((64,), "--seeds=1,2,3") >= 0.5:
-        passkey((256, 500, 1000))
+        ladder(window_attention=trained)
+    retrieves = found.get(16, 0) >= 0.5
+    if found.get(64, 0) >= 0.5:
+        passkey((256, 500, 1000), seeds=[1])
         if first:
-            passkey((4096,), "--depths=5")
+            passkey((4096,), seeds=[1], depths=5)
     if retrieves and (far := far_heads(run)):
-        passkey((16, 64), "--seeds=1,2,3", f"--set={','.join(far)}")
+        passkey((16, 64), set=far)
     contexts = ",".join(str(m * trained) for m in (1, 4, 16, 32))  # the longest held-out documents have 56x
     call(cfg, "eval_downstream.py", run, f"--contexts={contexts}", "--resume")
     if first:

@@ -1,5 +1,7 @@
 """study.py: which trainings and evaluations, at which rate, and what is left of them; the scripts are faked."""
 
+import configurator
+
 from dataclasses import asdict
 
 import pytest
@@ -7,11 +9,20 @@ from conftest import make_model
 
 import study as S
 from checkpoint import save_checkpoint
-from records import append_record, read_records
+from eval_downstream import DownstreamConfig
+from eval_passkey import PasskeyConfig
+from eval_ruler import RulerConfig
+from records import append_record, finished, read_records
 from train import TrainConfig
 
 DIVERGING = ("rope_x0.33_s1", "alibi_x1_s1", "alibi_x0.33_s1")
 BEST = {"nope": 0.33}  # elsewhere 1
+EVALUATIONS = {
+    "eval_passkey.py": PasskeyConfig,
+    "eval_ruler.py": RulerConfig,
+    "eval_downstream.py": DownstreamConfig,
+}
+PLAIN = {"--seeds=1,2,3", "--depths=20", "--filler=passkey", "--wording=passkey", "--window_attention=0", "--set="}
 FOUND = {"nope": 2, "ggd_ssmax": 64}  # the longest text, in training lengths, in which a key is found; elsewhere 8
 
 
@@ -22,16 +33,17 @@ def scripts(monkeypatch):
 
     def call(cfg, script, *words):
         calls.append((script, *map(str, words)))
-        given = dict(word.removeprefix("--").partition("=")[::2] for word in calls[-1][2:])
         if script != "train.py":
-            run = words[0]
-            variant = run.name.split("_x")[0]
-            for length in map(int, given.get("lengths", "1").split(",")):
-                config = {"words": sorted(given.items() - {("lengths", given.get("lengths"))})}
-                config |= {"set": given["set"]} if "set" in given else {}
-                n = {"correct": 60 * (length <= 256 * FOUND.get(variant, 8)), "n": 60}
-                record = {"metric": script, "length": length, "config": config, "weights": "weights"} | n
-                append_record(run / "eval" / f"{'passkey' if 'passkey' in script else script}.jsonl", record)
+            run, kind = words[0], EVALUATIONS[script]
+            (given,), _ = configurator.parse([kind], list(calls[-1][2:]), None)
+            config = {k: v for k, v in asdict(given).items() if k not in ("lengths", "resume")}
+            file = run / "eval" / f"{'passkey' if 'passkey' in script else script}.jsonl"
+            for length in getattr(given, "lengths", (1,)):
+                like = {"metric": script, "length": length, "config": config, "weights": "weights"}
+                known = given.wording != "vault" if "passkey" in script else True
+                right = known and length <= 256 * FOUND.get(run.name.split("_x")[0], 8)
+                if not (given.resume and finished(file, like)):
+                    append_record(file, like | {"correct": 60 * right, "n": 60})
             return 0
         model, training = S.parse([word for word in words if word != "--resume"])
         folder = S.Path(training.out_dir)
@@ -102,7 +114,7 @@ def asked(scripts, variant, *words):
     lengths = []
     for script, run, *options in scripts:
         own = script == "eval_passkey.py" and f"/{variant}_x" in run
-        if own and [o for o in options if not o.startswith(free)] == list(words):
+        if own and [o for o in options if o not in PLAIN and not o.startswith(free)] == list(words):
             lengths += [int(n) // 256 for n in options[0].split("=")[1].split(",")]
     return sorted(set(lengths))
 
@@ -115,6 +127,16 @@ def test_longer_texts_are_asked_only_where_keys_are_found(tmp_path, scripts):
     assert asked(scripts, "nope", "--wording=vault") == [1, 4]
     far = "--set=0.1.theta_beta=0,0.2.theta_beta=0,1.1.theta_beta=0,1.2.theta_beta=0"
     assert asked(scripts, "ggd_ssmax", far) == [16, 64]
+
+
+def test_a_second_call_asks_the_same_and_is_not_misled_by_other_tests(tmp_path, scripts):
+    """The held-out frame, of which nothing is found, is the last record at 16 times."""
+    cfg = config(tmp_path, variants=("ggd_ssmax",), seeds=(2,), rates=(1.0,))
+    S.study(cfg, TrainConfig(max_steps=5), 256)
+    first = [c for c in scripts if c[0] != "train.py"]
+    scripts.clear()
+    S.study(cfg, TrainConfig(max_steps=5), 256)
+    assert scripts == first and asked(scripts, "ggd_ssmax")[-1] == 4096
 
 
 def test_a_second_call_trains_nothing_and_keeps_one_record_a_cell(tmp_path, scripts):
