@@ -46,7 +46,7 @@ def fail(message: str, status: int = 2) -> NoReturn:
 def run(main: Callable[[], None]) -> None:
     """Call a script's main(). Ctrl-C, a reader that has gone (`| head`), a full disk and a folder of
     another user end it without a traceback."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set below, for the time of the imports
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set above, for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console that lacks a character shows "?"
         sys.stdout.reconfigure(errors="replace")

@@ -16,7 +16,6 @@ the same target tokens, with less or more of the text before them; only this tel
 import configurator
 from configurator import user_errors
 
-import hashlib
 import json
 import math
 import sys
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 import records
 from device import pick_device
-from eval_passkey import LONGEST, MULTIPLES
+from eval_passkey import MULTIPLES
 from questions import TASKS, Question, load_questions, load_rows, measure_choices, pooled, shots
 from records import Run, folder_of, name_of
 from shards import read_meta, read_shard, shard_files, whole_documents
@@ -72,11 +71,10 @@ class DownstreamConfig(records.Changes):
         if not self.tasks or set(self.tasks) - set(known):
             raise ValueError(f"tasks is {','.join(self.tasks) or 'empty'}; it may hold {', '.join(known)}")
         lowest = {"average": 2, "targets": 2, "documents": 1, "contexts": 1, "batch_tokens": 1, "num_fewshot": -1}
-        for name in (*lowest, "limit", "length", "stride", "window_attention"):
-            value, low = getattr(self, name), lowest.get(name, 0)
-            for v in value if isinstance(value, tuple) else (value,):
-                if not low <= v <= LONGEST:
-                    raise ValueError(f"{name} is {v}; it must be at least {low} and at most {LONGEST:,}")
+        super().__post_init__()
+        for name in (*lowest, "limit", "length", "stride"):
+            value = getattr(self, name)
+            records.check_range(name, lowest.get(name, 0), *(value if isinstance(value, tuple) else (value,)))
 
 
 # ---- perplexity
@@ -187,9 +185,8 @@ class Cell(NamedTuple):
 
 
 def digest(data: object) -> str:
-    """12 digits that tell two sets of questions, or two texts in tokens, from one another."""
-    content = data.numpy() if isinstance(data, Tensor) else json.dumps(data).encode()
-    return hashlib.sha256(content).hexdigest()[:12]
+    """Of questions, or of a text in tokens."""
+    return records.digest(data.numpy() if isinstance(data, Tensor) else json.dumps(data).encode())
 
 
 def choice_cells(run: Run, cfg: DownstreamConfig, task: str, subjects: dict[str, list[Question]]) -> list[Cell]:

@@ -14,7 +14,6 @@ before it, the filler up to that one's needle, is not computed again: half of th
 import configurator
 from configurator import user_errors
 
-import hashlib
 import math
 import sys
 import time
@@ -40,7 +39,9 @@ from records import (
     Run,
     aligned,
     append_record,
+    check_range,
     collect,
+    digest,
     distinct,
     finished,
     folder_of,
@@ -54,7 +55,6 @@ from streaming import KVCache, prefill, require_memory, score
 from tokenizer import encode_document
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
-LONGEST = 2**24  # tokens: up to here a float32 distance is exact
 PIECE = 2**14  # tokens between two updates of the time left
 
 # The texts of Mohtashami & Jaggi, "Landmark Attention" (2023), as the BAM paper uses them.
@@ -174,12 +174,9 @@ class PasskeyConfig(Changes):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
         if not 1 <= self.digits <= 18:
             raise ValueError(f"digits is {self.digits}; it must be from 1 to 18")
-        ranges = [("lengths", 1, self.lengths), ("depths", 1, (self.depths,))]
-        ranges.append(("window_attention", 0, (self.window_attention,)))
-        for name, least, values in ranges:
-            for value in values:
-                if not least <= value <= LONGEST:
-                    raise ValueError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
+        super().__post_init__()
+        check_range("lengths", 1, *self.lengths)
+        check_range("depths", 1, self.depths)
 
 
 class Texts(NamedTuple):
@@ -308,13 +305,8 @@ def identity(cfg: PasskeyConfig, texts: Texts) -> dict:
     free = ("lengths", "resume", "batch_tokens", "device")
     own = {k: v for k, v in asdict(cfg).items() if k not in free} | {"description": bool(texts.description)}
     if cfg.filler not in FILLERS:  # a file, which may change
-        own["filler"] += f", {digest(texts.filler)}"
+        own["filler"] += f", sha256 {digest(texts.filler.encode())}"
     return own
-
-
-def digest(text: str) -> str:
-    """What tells a record of one text from that of another."""
-    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def result(found: list[bool], cfg: PasskeyConfig) -> dict:

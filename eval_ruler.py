@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import records
 from device import pick_device
-from eval_passkey import LONGEST, MULTIPLES, cell, cost, digest
+from eval_passkey import MULTIPLES, cell, cost
 from needles import ADJECTIVES, BUDGET, NOUNS, TASKS, Sample, make_sample, read_essay, shortest
 from streaming import KVCache, generate, score
 from tokenizer import encode_document, get_tokenizer
@@ -54,11 +54,9 @@ class RulerConfig(records.Changes):
         strangers = [task for task in self.tasks if task not in TASKS]
         if strangers or not self.tasks:
             raise ValueError(f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}")
-        samples, window = ("samples", 1, (self.samples,)), ("window_attention", 0, (self.window_attention,))
-        for name, least, values in (samples, ("lengths", 1, self.lengths), window):
-            for value in values:
-                if not least <= value <= LONGEST:
-                    raise ValueError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
+        super().__post_init__()
+        records.check_range("samples", 1, self.samples)
+        records.check_range("lengths", 1, *self.lengths)
 
 
 def string_match_all(text: str, values: list[str]) -> float:
@@ -103,12 +101,16 @@ def result(outcomes: list[Outcome]) -> dict:
     }
 
 
+def digest(lines: Sequence[str]) -> str:
+    return records.digest("\n".join(lines).encode())
+
+
 def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
     """What identifies the record of each task and length; `needs` is the least length that holds all the prompts."""
     for name in dict.fromkeys(cfg.tasks):
         haystack, keys, needs = *TASKS[name][:2], shortest(name, cfg.seed, cfg.samples, enc, essay)
-        haystack += ", " + digest("\n".join(essay)) if haystack == "essay" else ""
-        keys += ", " + digest("\n".join(ADJECTIVES + NOUNS)) if keys == "words" else ""
+        haystack += f", sha256 {digest(essay)}" if haystack == "essay" else ""
+        keys += f", sha256 {digest(ADJECTIVES + NOUNS)}" if keys == "words" else ""
         config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[enc.name]}
         config |= {"haystack": haystack, "keys": keys, "window_attention": cfg.window_attention, "set": cfg.set}
         for length in lengths:

@@ -77,7 +77,7 @@ class ModelConfig:
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained; others stay fixed
-    theta_beta_min: float = -math.inf  # ggd: training keeps theta_beta at or above it; 0: no anti-local heads
+    theta_beta_min: float = -1e9  # ggd: training keeps theta_beta at or above it; 0: no anti-local heads
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
@@ -479,7 +479,9 @@ class GPT(nn.Module):
         if self.cfg.pe == "rope":
             angle = angles(positions, self.cfg.head_dim, ROPE_THETA)[:, None]
             rotation = angle.cos().float(), angle.sin().float()
-        log_n = n.float().log() if log_virtual is None else n.float().log() + log_virtual[:, None]
+        log_n = n.float().log()
+        if log_virtual is not None:
+            log_n = log_n + log_virtual[:, None]
         return Layout(n, log_n[:, None, :, None], rotation, mask)
 
     def prepare(self, idx: Tensor, doc_ids: Tensor | None, log_virtual: Tensor | None) -> tuple[Tensor, Layout]:

@@ -23,6 +23,7 @@ from tokenizer import get_tokenizer
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
 PRETRAINED = Path(__file__).resolve().parent / "pretrained" / "ggd_bam_cpu"  # the model that comes with the program
+LONGEST = 2**24  # tokens: up to here a float32 distance is exact
 STYLES = list(
     zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True)
 )  # (marker, line) of the curves, told apart in grey
@@ -36,6 +37,16 @@ class Changes:
     # paper's Local RoPE); 0: none
     set: tuple[str, ...] = ()  # parameters of single heads, LAYER.HEAD.NAME=VALUE, counted from 0: theta_alpha,
     # theta_beta, theta_mu or s; such as 2.3.theta_beta=0,2.3.theta_alpha=0
+
+    def __post_init__(self):
+        check_range("window_attention", 0, self.window_attention)
+
+
+def check_range(name: str, least: int, *values: int) -> None:
+    """ValueError unless all values of an option, in tokens or counts, lie from `least` to LONGEST."""
+    for value in values:
+        if not least <= value <= LONGEST:
+            raise ValueError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
 
 
 class Run(NamedTuple):
@@ -112,6 +123,11 @@ def distinct(paths: list[str]) -> list[str]:
     return list(found.values())
 
 
+def digest(content: bytes) -> str:
+    """12 digits that tell two texts, or two sets of questions, from one another."""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def fingerprint(model: GPT) -> str:
     """The first 12 digits of the sha256 of all weights: two checkpoints with it are the same model."""
     digest = hashlib.sha256()
@@ -171,7 +187,7 @@ def newest(records: Iterable[dict]) -> list[dict]:
     """Of the records with the same cell in every table, the last: who evaluates again wants it."""
     cells = {}
     names = "metric variant rate seed trained task subject way length context filler wording"
-    names += " window window_attention set"
+    names += " digits window window_attention set"
     for r in records:
         about = (r.get("config") or {}) | r | {"trained": (r.get("train_config") or {}).get("seed")}
         cells[json.dumps([about.get(name) for name in names.split()])] = r

@@ -16,9 +16,9 @@ from matplotlib.ticker import LogFormatter
 from posteriors import panels, save
 from records import STYLES, newest, read_records
 from shards import replacing
+from study import PES
 
 ROOT = Path(__file__).resolve().parent
-PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
 SSMAX = {"": "", "_ssmax": ", SSMax"}
 LABELS = {f"{pe}{ending}": name + more for pe, name in PES.items() for ending, more in SSMAX.items()}
 FULL = "ggd_ssmax"  # the paper's method, about which the ablations change something
@@ -60,11 +60,16 @@ def passkey_cells(records: Iterable[dict], row: str) -> dict:
     """{(row's value, test, length): records}, of the passkey records; `row` is what names a table's row."""
     tests, cells = {texts: test for test, texts in TESTS.items()}, defaultdict(list)
     for r in records:
-        plain = r["metric"] == "passkey" and not r["config"].get("window_attention")
+        plain = r["metric"] == "passkey" and unchanged(r) and r["config"].get("digits", 5) == 5
         texts = plain and (r["config"]["filler"], r["config"]["wording"])
         if texts in tests:
             cells[r[row], tests[texts], r["length"]].append(r)
     return cells
+
+
+def unchanged(record: dict) -> bool:
+    """Is this record of an evaluation one of the model as it was trained?"""
+    return not record["config"].get("window_attention") and not record["config"].get("set")
 
 
 def columns(cells: dict, rows: Iterable) -> list[tuple[str, int]]:
@@ -146,7 +151,7 @@ def perplexities(study: list[dict]) -> dict[str, dict[int, list[float]]]:
     """{variant: {context: perplexities, one a training seed}}, of the encodings."""
     points: dict = {variant: defaultdict(list) for variant in LABELS}
     for r in study:
-        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in LABELS:
+        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in LABELS and unchanged(r):
             points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
     return points
 

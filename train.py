@@ -38,8 +38,8 @@ from windows import Order, Validation, Windows, documents
 
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
-VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 DIVERGED = 3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
+VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 
 
 @dataclass

@@ -134,6 +134,9 @@ def test_who_evaluates_twice_sees_the_newer_number(tmp_path, monkeypatch):
     one = [passkey("", 0, 256, correct) | about for correct in (20, 18, 1)]
     one[0]["config"] = one[0]["config"] | {"depths": 20}  # who changes that asks the same of the same cell
     one[2]["config"] = one[2]["config"] | {"window_attention": 64}
+    for changes in ({"digits": 7}, {"set": ["2.1.theta_beta=0"]}):  # nor are these
+        one.append(passkey("", 0, 256, 2) | about)
+        one[-1]["config"] = one[-1]["config"] | changes
     old = [passkey("ggd_ssmax", 2, 4096, 0), perplexity("rope", 1, 256, 9.0), ruler("ggd_ssmax", 1, 2048, 0, 0.0)]
     old += [passkey("s_1", 1, 256, 0), training("rope", 1, 9.0, rate=3.0)]
     for name, records in (("one.jsonl", one), ("study.jsonl", [*old, *STUDY])):
