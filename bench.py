@@ -32,10 +32,9 @@ from torch import Tensor
 import model as M
 from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
 from eval_passkey import PasskeyConfig, make_prompts, texts_for
-from records import aligned, append_record, load_run, origin
+from runs import aligned, append_record, load_run, origin
 from streaming import KVCache, score
 from train import TrainConfig
-from windows import documents
 
 ENCODINGS = tuple(pe + s for pe in ("nope", "sinusoidal", "rope", "alibi", "ggd") for s in ("", "-ssmax"))
 
@@ -116,7 +115,7 @@ def measure(case: Case, model_cfg: M.ModelConfig, cfg: BenchConfig, device: torc
         place = torch.arange(batch.shape[1], device=device) + 37 * torch.arange(len(batch), device=device)[:, None]
         batch[place % 150 == 0] = 0
     idx, targets = batch[:, :-1], batch[:, 1:]
-    doc_ids = documents(idx, 0) if case.packed else None
+    doc_ids = M.documents(idx, 0) if case.packed else None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = []

@@ -14,7 +14,6 @@ before it, the filler up to that one's needle, is not computed again: half of th
 import configurator
 from configurator import user_errors
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +27,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_checkpoint
+from data import read_text
 from device import pick_device
 from model import GPT
-from records import (
+from needles import DESCRIPTION, FILLERS, WORDINGS, Prompt, passkey_prompt
+from runs import (
     BAR,
     PRETRAINED,
     STYLES,
@@ -45,106 +45,16 @@ from records import (
     distinct,
     finished,
     folder_of,
+    load_checkpoint,
     load_run,
     name_of,
     origin,
-    read_text,
     wilson,
 )
 from streaming import KVCache, prefill, require_memory, score
-from tokenizer import encode_document
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
 PIECE = 2**14  # tokens between two updates of the time left
-
-# The texts of Mohtashami & Jaggi, "Landmark Attention" (2023), as the BAM paper uses them.
-DESCRIPTION = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there. "
-)
-
-
-@dataclass(frozen=True)
-class Wording:
-    """How the needle is told and asked for; the answer is " {key}"."""
-
-    needle: str
-    question: str
-
-
-WORDINGS = {
-    "passkey": Wording(
-        "The pass key is {key}. Remember it. {key} is the pass key.", "What is the pass key? The pass key is"
-    ),
-    # for models trained on exercises: no such sentence, and neither "secret" nor "number" is among them
-    "reworded": Wording(
-        "Keep this in mind: the secret number is {key}. Do not lose {key}.",
-        "Which secret number was given? The secret number is",
-    ),
-    # the frame that is held out: of another shape, and no exercise has its words
-    "vault": Wording("{key} opens the vault.", "The vault is opened by"),
-}
-FILLERS = {
-    "passkey": "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
-    # for models trained on exercises: this text is in none of them
-    "unseen": "A boat drifts past the old mill. Three geese sleep on the bank. Nobody rings the bell. "
-    "Far off a dog barks twice, then rain begins to fall on the tin roofs. ",
-}
-
-
-class Prompt:
-    """One document: tokens (<|endoftext|>, prompt, answer), how many of the last are the answer, the real depth."""
-
-    def __init__(self, tokens: list[int], answer: int, depth: float):
-        self.tokens, self.answer, self.depth = tokens, answer, depth
-
-
-def prompt_text(key: int, wording: Wording, before: str = "", after: str = "") -> str:
-    """Prompt and answer as one text, so that no token spans a border that the tokenizer would not see."""
-    return f"{before}{wording.needle.format(key=key)} {after} {wording.question} {key}"
-
-
-def shortest_prompt(enc: tiktoken.Encoding, key: int, wording: Wording, description: str = "") -> int:
-    """Tokens of the prompt without filler, <|endoftext|> and answer included."""
-    return len(encode_document(enc, prompt_text(key, wording, before=description)))
-
-
-def passkey_prompt(
-    enc: tiktoken.Encoding, length: int, depth: float, key: int, wording: Wording, filler: str, description: str = ""
-) -> Prompt:
-    """A prompt of exactly `length` tokens with <|endoftext|> and answer, the needle at `depth` (0 to 1) of the filler.
-
-    The filler is repeated as needed and cut, as in Landmark, where the length is reached; the needle stands between two
-    of its words, where there is a space nearby. Raises ValueError if `length` cannot hold the prompt.
-    """
-    minimum = shortest_prompt(enc, key, wording, description)
-    if length < minimum:
-        raise ValueError(f"a length of {length} tokens cannot hold the prompt; it needs at least {minimum}")
-    filler *= math.ceil(8 * length / len(filler))  # enough for eight characters a token
-    answer = len(enc.encode_ordinary(f"{wording.question} {key}")) - len(enc.encode_ordinary(wording.question))
-
-    def build(chars: int, pad: str = "") -> Prompt:
-        place = round(depth * chars)
-        cut = filler.rfind(" ", max(0, place - 50), place) + 1 or place if depth < 1 else chars
-        text = prompt_text(key, wording, description + filler[:cut], filler[cut:chars] + pad)
-        return Prompt(encode_document(enc, text), answer, cut / max(1, chars))
-
-    low, high, chars = (0, minimum), None, length - minimum  # (characters, tokens) too few, too many, to try
-    while high is None or high[0] - low[0] > 1:
-        prompt = build(chars)
-        tokens = len(prompt.tokens)
-        if tokens == length:
-            return prompt
-        low, high = ((chars, tokens), high) if tokens < length else (low, (chars, tokens))
-        (a, m), (b, n) = low, high or (2 * low[0] + 2, 2 * low[1] - minimum + 2)  # go on along the line through both
-        chars = a + max(1, min(b - a - 1, round((length - m) * (b - a) / (n - m))))
-        if chars > len(filler):
-            break
-    # one more character is too many where it is several tokens: spaces fill the gap
-    padded = (build(low[0], " " * spaces) for spaces in range(1, 17))
-    if prompt := next((p for p in padded if len(p.tokens) == length), None):
-        return prompt
-    raise ValueError(f"no cut of the filler makes exactly {length} tokens; choose another length")
 
 
 @dataclass

@@ -25,18 +25,36 @@ import tiktoken
 import torch
 from tqdm import tqdm
 
-import records
+from data import encode_document, get_tokenizer
 from device import pick_device
 from eval_passkey import MULTIPLES, cell, cost
 from needles import ADJECTIVES, BUDGET, NOUNS, TASKS, Sample, make_sample, read_essay, shortest
+from runs import (
+    BAR,
+    PRETRAINED,
+    STYLES,
+    Changes,
+    Run,
+    aligned,
+    append_record,
+    check_range,
+    collect,
+    digest,
+    distinct,
+    finished,
+    folder_of,
+    load_run,
+    name_of,
+    origin,
+    wilson,
+)
 from streaming import KVCache, generate, score
-from tokenizer import encode_document, get_tokenizer
 
 STEP = 10**5  # work of generating a token in the units of cost(), as measured with the laptop model on a CPU
 
 
 @dataclass
-class RulerConfig(records.Changes):
+class RulerConfig(Changes):
     """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
 
     tasks: tuple[str, ...] = tuple(TASKS)  # which of the eight
@@ -55,8 +73,8 @@ class RulerConfig(records.Changes):
         if strangers or not self.tasks:
             raise ValueError(f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}")
         super().__post_init__()
-        records.check_range("samples", 1, self.samples)
-        records.check_range("lengths", 1, *self.lengths)
+        check_range("samples", 1, self.samples)
+        check_range("lengths", 1, *self.lengths)
 
 
 def string_match_all(text: str, values: list[str]) -> float:
@@ -70,7 +88,7 @@ class Outcome(NamedTuple):
     nats: float  # -ln of the whole answer's probability
 
 
-def ask(run: records.Run, sample: Sample) -> Outcome:
+def ask(run: Run, sample: Sample) -> Outcome:
     """Let a model answer greedily, and score the expected answer token by token."""
     enc, device, prompt = run.enc, run.model.embedding.weight.device, sample.tokens
     whole = encode_document(enc, sample.prompt + sample.prefix + sample.answer)
@@ -93,24 +111,24 @@ def result(outcomes: list[Outcome]) -> dict:
     return {
         "correct": correct,  # RULER's score is 100 * correct / n
         "n": n,
-        "interval_95": [round(x, 4) for x in records.wilson(correct, n)],
+        "interval_95": [round(x, 4) for x in wilson(correct, n)],
         "exact": exact,  # answers with every token right
-        "exact_interval_95": [round(x, 4) for x in records.wilson(exact, n)],
+        "exact_interval_95": [round(x, 4) for x in wilson(exact, n)],
         "tokens_right": round(sum(right) / len(right), 4),
         "nats_per_token": round(sum(o.nats for o in outcomes) / len(right), 4),
     }
 
 
-def digest(lines: Sequence[str]) -> str:
-    return records.digest("\n".join(lines).encode())
+def short_digest(lines: Sequence[str]) -> str:
+    return digest("\n".join(lines).encode())
 
 
 def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
     """What identifies the record of each task and length; `needs` is the least length that holds all the prompts."""
     for name in dict.fromkeys(cfg.tasks):
         haystack, keys, needs = *TASKS[name][:2], shortest(name, cfg.seed, cfg.samples, enc, essay)
-        haystack += f", sha256 {digest(essay)}" if haystack == "essay" else ""
-        keys += f", sha256 {digest(ADJECTIVES + NOUNS)}" if keys == "words" else ""
+        haystack += f", sha256 {short_digest(essay)}" if haystack == "essay" else ""
+        keys += f", sha256 {short_digest(ADJECTIVES + NOUNS)}" if keys == "words" else ""
         config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[enc.name]}
         config |= {"haystack": haystack, "keys": keys, "window_attention": cfg.window_attention, "set": cfg.set}
         for length in lengths:
@@ -120,13 +138,13 @@ def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], e
 def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
     """One run: a record for each task and length, appended to its eval/ruler.jsonl as soon as it is there."""
     with user_errors():
-        run = records.load_run(path, pick_device(cfg.device)[0], cfg)
-    file, about = records.folder_of(path) / "ruler.jsonl", records.origin(run)
+        run = load_run(path, pick_device(cfg.device)[0], cfg)
+    file, about = folder_of(path) / "ruler.jsonl", origin(run)
     cells = list(cells_of(run.enc, cfg, lengths, essay))
-    done = [cfg.resume and records.finished(file, c | {"weights": about["weights"]}) for c in cells]
+    done = [cfg.resume and finished(file, c | {"weights": about["weights"]}) for c in cells]
     work = [cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
     total = cfg.samples * sum(w for w, record in zip(work, done, strict=True) if not record)
-    bar = tqdm(total=total, desc=records.name_of(path), bar_format=records.BAR, disable=None)
+    bar = tqdm(total=total, desc=name_of(path), bar_format=BAR, disable=None)
     for c, w, record in zip(cells, work, done, strict=True):
         if not record:
             began, outcomes = time.perf_counter(), []
@@ -137,7 +155,7 @@ def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[st
                 bar.update(w)
             numbers = result(outcomes) if outcomes else {"n": 0}
             record = c | numbers | {"seconds": round(time.perf_counter() - began, 2)} | about
-            records.append_record(file, record)
+            append_record(file, record)
         yield record
     bar.close()
 
@@ -171,7 +189,7 @@ def table(found: list[dict]) -> str:
     cells = {(r["task"], r["length"]): shown(r) for r in found}
     names, lengths = dict.fromkeys(r["task"] for r in found), sorted({r["length"] for r in found})
     rows = [[name, *(cells.get((name, n), "") for n in lengths)] for name in names]
-    return records.aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
+    return aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
 
 
 def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
@@ -188,11 +206,11 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
     figure = plt.figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
     for place, name in enumerate(names, start=1):
         axis = figure.add_subplot(rows, columns, place, title=name)
-        for run, (marker, line) in zip(results, records.STYLES * len(results), strict=False):
+        for run, (marker, line) in zip(results, STYLES * len(results), strict=False):
             curve = [r for r in points if (r["task"], r["run"]) == (name, run)]
             x, y = [r["length"] for r in curve], [100 * r["correct"] / r["n"] for r in curve]
             bars = np.abs(100 * np.reshape([r["interval_95"] for r in curve], (-1, 2)).T - y)
-            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=records.name_of(run, results))
+            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run, results))
         axis.axvline(points[0]["training_length"], color="grey", linewidth=1)
         axis.set(xscale="log", ylim=(-4, 104))
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
@@ -210,10 +228,10 @@ def main() -> None:
     with user_errors():
         if cfg.tokenizer != "auto" and (runs or not cfg.dry_run):
             raise ValueError("tokenizer is for --dry_run without a run; a run has its own")
-        runs = records.distinct(runs or [str(records.PRETRAINED)] * (cfg.tokenizer == "auto"))
+        runs = distinct(runs or [str(PRETRAINED)] * (cfg.tokenizer == "auto"))
         pick_device(cfg.device)
         essay = read_essay(cfg.haystack_file) if any(TASKS[name].haystack == "essay" for name in cfg.tasks) else []
-        loaded = (records.load_run(run, torch.device("cpu"), cfg) for run in runs)
+        loaded = (load_run(run, torch.device("cpu"), cfg) for run in runs)
         checked = [(run.trained, run.enc) for run in loaded]  # all of them, before the first is tested
         enc = checked[0][1] if checked else get_tokenizer(cfg.tokenizer)
     lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]
@@ -223,14 +241,14 @@ def main() -> None:
     needs = min(shortest(name, cfg.seed, cfg.samples, enc, essay) for enc in encs for name in cfg.tasks)
     if max(lengths) < needs:
         fail(f"lengths end at {max(lengths):,}, and these tasks need at least {needs:,} tokens; give a longer one")
-    results, stopped = records.collect(runs, lambda run: evaluate(run, cfg, lengths, essay))
+    results, stopped = collect(runs, lambda run: evaluate(run, cfg, lengths, essay))
     for run, found in results.items():
-        name = records.name_of(run, results)
+        name = name_of(run, results)
         print(f"{name}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
         print(table(found))
-        print(f"records in {records.folder_of(run) / 'ruler.jsonl'}")
+        print(f"records in {folder_of(run) / 'ruler.jsonl'}")
     if any(record["n"] for found in results.values() for record in found):
-        picture = records.folder_of(runs[0]) / "ruler.png"
+        picture = folder_of(runs[0]) / "ruler.png"
         draw_curves(results, picture)
         print(f"saved {picture}")
     if stopped:

@@ -231,6 +231,11 @@ class Layout(NamedTuple):
     mask: Tensor | BlockMask | None  # which keys a query sees: from `visible`, for fused from `visible_blocks`
 
 
+def documents(idx: Tensor, eot: int) -> Tensor:
+    """(B, T) -> (B, T): the number of each token's document; a document begins with its end-of-text token."""
+    return (idx == eot).cumsum(1)
+
+
 def positions_in_documents(doc_ids: Tensor) -> Tensor:
     """(B, T) ids that grow where a document begins -> (B, T) position of each token inside its document, from 0."""
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
@@ -587,5 +592,5 @@ class GPT(nn.Module):
         return {name: [t.tolist() for t in layers] for name, layers in self.head_values().items()}
 
     def checkpoint(self) -> dict:
-        """What `checkpoint.load_model` needs to build this model again; tensors and plain values only."""
+        """What `runs.load_model` needs to build this model again; tensors and plain values only."""
         return {"model": self.state_dict(), "model_config": asdict(self.cfg)}

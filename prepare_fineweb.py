@@ -14,7 +14,9 @@ document begun by <|endoftext|>. meta.json is written last: a folder that has it
 
 import configurator
 
+import ast
 import glob
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -22,8 +24,10 @@ import os
 import platform
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,10 +41,11 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from pydocs import pydocs_documents
-from shards import (
+from data import (
     UNFINISHED,
     check_disk,
+    encode_document,
+    get_tokenizer,
     lock_folder,
     read_meta,
     read_notes,
@@ -52,7 +57,42 @@ from shards import (
     write_json,
     write_shard,
 )
-from tokenizer import encode_document, get_tokenizer
+
+# ---- pydocs
+
+# tests are no documentation; the others are not CPython's own, or are absent from some builds
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "_bundled"}
+
+
+def pydocs_documents() -> Iterator[str]:
+    """The language reference's topics, then for each file of the standard library its docstrings."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics  # a module of data: nothing else runs
+    except ImportError as error:
+        raise ValueError(f"{sys.executable} ships without pydoc_data.topics: use another Python") from error
+    for name in sorted(topics):
+        yield topics[name]
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and (texts := docstrings(path)):
+            yield "\n\n".join(texts)
+
+
+def docstrings(path: Path) -> list[str]:
+    """Docstrings of the file's module, classes and functions, in the order of the lines. Nothing is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes such as "\d" warn when parsed
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # a file that is broken on purpose
+            return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+# ---- prepare_fineweb
 
 PAUSES = (5, 20, 80, 320)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
 ROWS = 1000  # of a parquet file in memory; the default, the size of its first group of rows, may be 0
@@ -349,7 +389,7 @@ def training_shards(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareC
     """The training tokens in pieces of shard_tokens, each cut at a whole window. The token behind a piece is in it too:
     (N - 1) // T windows are read of N tokens, since the last input needs a target."""
     if config.retrieval_fraction:
-        from exercises import pack_windows  # needs torch, as the passkey test does
+        from needles import pack_windows
 
         corpus = pack_windows(corpus, enc, config.window, config.retrieval_fraction, config.seed)
     step = config.shard_tokens // config.window * config.window

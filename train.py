@@ -28,17 +28,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import load_checkpoint, save_checkpoint
+from data import UNFINISHED, Order, Windows, get_tokenizer, lock_folder, long_windows, read_meta, replacing, shard_files
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, documents
 from prepare_fineweb import PrepareConfig, changes
-from shards import UNFINISHED, lock_folder, read_meta, replacing, shard_files
-from tokenizer import get_tokenizer
-from windows import Order, Validation, Windows, documents
+from runs import load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
 DIVERGED = 3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
+CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
 VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 
 
@@ -197,6 +196,43 @@ def make_optimizer(model: GPT, cfg: TrainConfig) -> torch.optim.Optimizer:
     return kind(groups, **options)
 
 
+class Validation:
+    """Losses on fixed windows: `val` on windows as in training, and `val_1x`, `val_2x`, `val_4x` with the same target
+    tokens, the last T/2 of long documents' windows, seen with T, 2T and 4T tokens of context."""
+
+    def __init__(self, val: Windows, eot: int, count: int, batch: int, processes: Processes):
+        """`count` windows of the training length, evenly spread, `batch` of them at a time in each process."""
+        self.eot, self.batch, self.processes = eot, batch, processes
+        picks = np.linspace(0, len(val) - 1, min(count, len(val))).astype(int)
+        self.windows, self.T = torch.from_numpy(val.take(picks)), val.T
+        long = long_windows(val, eot, CONTEXTS[-1], max(1, count // CONTEXTS[-1]))
+        self.long = None if long is None else torch.from_numpy(long)
+        if self.long is None:
+            print(f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x")
+
+    @torch.no_grad()
+    def run(self, model: GPT, device: torch.device, autocast) -> dict[str, float]:
+        model.eval()
+        losses = {"val": self.mean(model, self.windows, self.T, device, autocast)}
+        for c in CONTEXTS if self.long is not None else ():
+            losses[f"val_{c}x"] = self.mean(model, self.long[:, -c * self.T - 1 :], self.T // 2, device, autocast)
+        model.train()
+        return losses
+
+    def mean(self, model: GPT, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
+        """Mean loss of the last `targets` tokens of every window; every process takes its share of the windows."""
+        rows = max(1, self.batch * self.T // (windows.shape[1] - 1))
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for w in windows[self.processes.rank :: self.processes.world].split(rows):
+            if not len(w):  # fewer windows than processes
+                continue
+            idx, y = w[:, :-1].to(device), w[:, 1:].clone()
+            y[:, :-targets] = -100
+            with autocast:
+                total += model(idx, y.to(device), documents(idx, self.eot)).double() * len(w)
+        return self.processes.mean(total).item() * self.processes.world / len(windows)
+
+
 class Trainer:
     """One run: the model, its optimizer, its data and how far it is."""
 
@@ -331,7 +367,7 @@ class Trainer:
 
     def loss(self, run: Callable[..., Tensor], indices: np.ndarray, log_virtual: np.ndarray) -> Tensor:
         """Mean loss of one micro-step's windows; `run` is the model or its compiled form."""
-        batch = self.train.take(indices)
+        batch = torch.from_numpy(self.train.take(indices))
         if batch.max() >= self.model.cfg.vocab_size:
             fail(f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}")
         batch = batch.to(self.device)

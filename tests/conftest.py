@@ -19,9 +19,9 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 import pytest
 import torch
 
-from checkpoint import save_checkpoint
+from data import get_tokenizer
 from model import GPT, ModelConfig
-from tokenizer import get_tokenizer
+from runs import save_checkpoint
 
 ENCODINGS = list(itertools.product(["nope", "sinusoidal", "rope", "alibi", "ggd"], [False, True]))
 

@@ -9,7 +9,7 @@ from conftest import make_model
 
 import bench as B
 import model as M
-from checkpoint import save_checkpoint
+from runs import save_checkpoint
 
 
 def test_plain_attention_is_that_of_the_model_without_a_prior(float64):

@@ -12,8 +12,8 @@ import torch
 from test_train import MODEL, write_data
 
 import train as T
-from checkpoint import load_checkpoint
-from shards import remove_locks
+from data import remove_locks
+from runs import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = [f"--{k}={v}" for k, v in MODEL.items()]

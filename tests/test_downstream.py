@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import ENCODINGS, make_model
 
+import data as shards
 import eval_downstream as E
-import questions as Q
-import records
-import shards
+import eval_downstream as Q
+import runs as records
 import streaming
-from checkpoint import save_checkpoint
+from data import get_tokenizer
 from model import GPT, ModelConfig
-from tokenizer import get_tokenizer
+from runs import save_checkpoint
 
 # Rows written for these tests, in the schemas of allenai/ai2_arc and cais/mmlu.
 ARC = [
@@ -622,7 +622,7 @@ def test_a_file_without_rows_is_named(tmp_path, name):
 
 
 def test_without_a_run_the_model_that_comes_along(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(E.records, "PRETRAINED", run)
+    monkeypatch.setattr(E, "PRETRAINED", run)
     (tmp_path / "text.txt").write_text("some words " * 60, encoding="utf-8")
     call(monkeypatch, f"--source={tmp_path / 'text.txt'}", "--contexts=32")
     assert "perplexity" in capsys.readouterr().out and (run / "eval" / "perplexity.jsonl").exists()

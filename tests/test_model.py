@@ -8,8 +8,8 @@ import torch
 from conftest import ENCODINGS, make_model
 from torch.nn import functional as F
 
-import checkpoint
 import model as M
+import runs as checkpoint
 
 EOT = 256
 
@@ -516,7 +516,7 @@ def test_checkpoint_round_trip_and_its_errors(tmp_path):
 def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypatch, capsys):
     saved = checkpoint.load_checkpoint(run)
     checkpoint.save_checkpoint(run / "last.pt", saved | {"optimizer": torch.zeros(10**6), "train_config": {"seed": 1}})
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(run), str(tmp_path / "a" / "copy")])
+    monkeypatch.setattr("sys.argv", ["runs.py", str(run), str(tmp_path / "a" / "copy")])
     checkpoint.main()
     copy = checkpoint.load_checkpoint(tmp_path / "a" / "copy")
     assert copy.keys() == {"model", "model_config", "train_config", "tokenizer", "step"}
@@ -527,7 +527,7 @@ def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypat
         (("missing", tmp_path / "b"), "no checkpoint missing"),
         ((run, run), "itself"),
     ):
-        monkeypatch.setattr("sys.argv", ["checkpoint.py", *map(str, words)])
+        monkeypatch.setattr("sys.argv", ["runs.py", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
             checkpoint.main()
         assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -9,21 +9,21 @@ import torch
 from conftest import make_model
 
 import eval_passkey as E
-import exercises
+import needles as N
 import streaming
-from checkpoint import save_checkpoint
-from tokenizer import EOT, get_tokenizer
+from data import EOT, get_tokenizer
+from runs import save_checkpoint
 
 
-@pytest.mark.parametrize("wording", E.WORDINGS)
-@pytest.mark.parametrize("filler", [*E.FILLERS, "corpus"])
+@pytest.mark.parametrize("wording", N.WORDINGS)
+@pytest.mark.parametrize("filler", [*N.FILLERS, "corpus"])
 def test_lengths_are_exact_and_the_prompt_is_a_prefix(enc, wording, filler):
-    text = E.FILLERS.get(filler, "Ein Übel — “naïve” café, 東京の空.\nSecond line; more words here, and 42 of them. ")
+    text = N.FILLERS.get(filler, "Ein Übel — “naïve” café, 東京の空.\nSecond line; more words here, and 42 of them. ")
     rng = np.random.default_rng(0)
     for length in (180, 181, 256, 1023, 4096):
         for depth in (0, 0.1, 0.5, 0.83, 1):
             key = int(rng.integers(10_000, 100_000))
-            prompt = E.passkey_prompt(enc, length, depth, key, E.WORDINGS[wording], text)
+            prompt = N.passkey_prompt(enc, length, depth, key, N.WORDINGS[wording], text)
             assert len(prompt.tokens) == length and prompt.tokens[0] == enc.eot_token
             assert prompt.tokens.count(enc.eot_token) == 1
             whole, answer = enc.decode(prompt.tokens), enc.decode(prompt.tokens[-prompt.answer :])
@@ -32,39 +32,39 @@ def test_lengths_are_exact_and_the_prompt_is_a_prefix(enc, wording, filler):
                 : -prompt.answer
             ]
             if length > 4000:
-                place = whole.index(E.WORDINGS[wording].needle.format(key=key)[:10]) / len(whole)
+                place = whole.index(N.WORDINGS[wording].needle.format(key=key)[:10]) / len(whole)
                 assert place == pytest.approx(depth, abs=0.12) and abs(prompt.depth - depth) < 0.05
 
 
 def test_depth_is_kept_in_a_filler_without_spaces(enc):
     for depth in (0, 0.3, 0.6, 1):
-        prompt = E.passkey_prompt(enc, 2000, depth, 12345, E.WORDINGS["passkey"], "abcdefghij" * 9)
+        prompt = N.passkey_prompt(enc, 2000, depth, 12345, N.WORDINGS["passkey"], "abcdefghij" * 9)
         assert len(prompt.tokens) == 2000 and prompt.depth == pytest.approx(depth, abs=0.01)
 
 
 def test_a_million_tokens_take_a_few_encodings(enc, monkeypatch):
     """Each is a fraction of a second, and so is a prompt; with gpt2 a quarter of it, to keep the test short."""
-    calls, encode = [], E.encode_document
-    monkeypatch.setattr(E, "encode_document", lambda *arguments: calls.append(1) or encode(*arguments))
+    calls, encode = [], N.encode_document
+    monkeypatch.setattr(N, "encode_document", lambda *arguments: calls.append(1) or encode(*arguments))
     length = 2**20 if enc.name == "bytes" else 2**18
-    prompt = E.passkey_prompt(enc, length, 0.3, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"])
+    prompt = N.passkey_prompt(enc, length, 0.3, 12345, N.WORDINGS["passkey"], N.FILLERS["passkey"])
     assert len(prompt.tokens) == length and prompt.depth == pytest.approx(0.3, abs=1e-4) and len(calls) <= 10
 
 
 def test_answer_tokens(enc):
-    prompt = E.passkey_prompt(enc, 300, 0.5, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"])
+    prompt = N.passkey_prompt(enc, 300, 0.5, 12345, N.WORDINGS["passkey"], N.FILLERS["passkey"])
     assert prompt.answer == (6 if enc.name == "bytes" else len(enc.encode_ordinary(" 12345")))
 
 
 def test_too_short_a_length_says_what_it_needs(enc):
-    needs = E.shortest_prompt(enc, 12345, E.WORDINGS["passkey"], E.DESCRIPTION)
-    arguments = 0.5, 12345, E.WORDINGS["passkey"], E.FILLERS["passkey"], E.DESCRIPTION
+    needs = N.shortest_prompt(enc, 12345, N.WORDINGS["passkey"], N.DESCRIPTION)
+    arguments = 0.5, 12345, N.WORDINGS["passkey"], N.FILLERS["passkey"], N.DESCRIPTION
     with pytest.raises(ValueError, match=f"at least {needs}"):
-        E.passkey_prompt(enc, needs - 1, *arguments)
-    assert len(E.passkey_prompt(enc, needs, *arguments).tokens) == needs
+        N.passkey_prompt(enc, needs - 1, *arguments)
+    assert len(N.passkey_prompt(enc, needs, *arguments).tokens) == needs
 
 
-TEXTS = E.Texts(E.FILLERS["passkey"], "")
+TEXTS = E.Texts(N.FILLERS["passkey"], "")
 
 
 def test_oracle_constant_and_one_wrong_token(enc):
@@ -130,28 +130,28 @@ def test_shared_beginning():
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
     """No word of the reworded needle's name and of the vault's frame, and no sentence of the unseen filler."""
-    frames = " ".join(text for frame in exercises.EXERCISE_FRAMES for text in frame).lower()
-    assert not any(word in frames for word in exercises.HELD_OUT_WORDS)
-    vault = set(re.findall(r"\w+", " ".join([E.WORDINGS["vault"].needle, E.WORDINGS["vault"].question]).lower()))
-    assert vault - exercises.HELD_OUT_WORDS == {"key", "the", "is", "by"}
+    frames = " ".join(text for frame in N.EXERCISE_FRAMES for text in frame).lower()
+    assert not any(word in frames for word in N.HELD_OUT_WORDS)
+    vault = set(re.findall(r"\w+", " ".join([N.WORDINGS["vault"].needle, N.WORDINGS["vault"].question]).lower()))
+    assert vault - N.HELD_OUT_WORDS == {"key", "the", "is", "by"}
     enc = get_tokenizer("bytes")
-    windows = list(exercises.exercise_windows(np.random.default_rng(0), 300, 256, enc, "Lorem ipsum dolor. " * 300))
+    windows = list(N.exercise_windows(np.random.default_rng(0), 300, 256, enc, "Lorem ipsum dolor. " * 300))
     text = "".join(enc.decode(w) for w in windows)
     assert all(len(w) == 256 and w[0] == 256 for w in windows)
     assert text.count("The pass key is") > 100 and text.count("The grass") > 50
     assert not any(f"the {a} {b} is" in text.lower() for a in ("secret", "number") for b in ("secret", "number"))
-    assert not any(sentence in text for sentence in E.FILLERS["unseen"].split(".")[:-1])
+    assert not any(sentence in text for sentence in N.FILLERS["unseen"].split(".")[:-1])
 
 
 def test_exercises_have_every_frame_and_every_number_of_digits():
     """3 to 8 digits in every frame; half of those in the passkey's own wording and more have five."""
     rng, frames, digits = np.random.default_rng(0), set(), {True: [], False: []}
     for _ in range(600):
-        one = exercises.random_exercise(rng, 256, "Lorem ipsum dolor. " * 300, ["name"])
-        digits[one["wording"] == E.WORDINGS["passkey"]].append(len(str(one["key"])))
+        one = N.random_exercise(rng, 256, "Lorem ipsum dolor. " * 300, ["name"])
+        digits[one["wording"] == N.WORDINGS["passkey"]].append(len(str(one["key"])))
         frames.add((one["wording"].needle, one["wording"].question))
-    expected = {tuple(text.replace("{name}", "name name") for text in frame) for frame in exercises.EXERCISE_FRAMES}
-    own = E.WORDINGS["passkey"]
+    expected = {tuple(text.replace("{name}", "name name") for text in frame) for frame in N.EXERCISE_FRAMES}
+    own = N.WORDINGS["passkey"]
     assert frames == expected | {(own.needle, own.question)}
     assert set(digits[True]) == set(digits[False]) == {3, 4, 5, 6, 7, 8}
     assert np.mean(np.array(digits[True]) == 5) == pytest.approx(1 / 2 + 1 / 12, abs=0.1)

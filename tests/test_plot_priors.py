@@ -9,8 +9,8 @@ import torch
 from conftest import ENCODINGS, make_model
 
 import plot_priors as P
-import records
-from checkpoint import save_checkpoint
+import runs as records
+from runs import save_checkpoint
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -169,7 +169,7 @@ def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsy
 
 
 def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(P.records, "PRETRAINED", run)
+    monkeypatch.setattr(P, "PRETRAINED", run)
     call(monkeypatch, f"--theory_dir={tmp_path / 'a' / 'b'}", "--lengths=128", "--depths=1")
     assert pictures(tmp_path / "a" / "b") == {"theory_priors", "theory_ssmax", "theory_fading"}
     assert {"learned_priors", "learned_heads", "prompt_maps"} <= pictures(run / "eval")

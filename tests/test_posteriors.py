@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import ENCODINGS, make_model
 
-import posteriors as P
+import plot_priors as P
 import streaming
+from data import encode_document, get_tokenizer
 from eval_passkey import PasskeyConfig
-from records import Run
-from tokenizer import encode_document, get_tokenizer
+from runs import Run
 
 
 def text(T=100):

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import exercises
+import data as shards
+import needles as exercises
 import prepare_fineweb
-import shards
+from data import EOT, get_tokenizer
 from prepare_fineweb import Place, PrepareConfig, prepare, read_shard, write_shard
-from tokenizer import EOT, get_tokenizer
 
 EOT_ID = 256  # of the byte tokenizer
 WINDOW = 256
@@ -796,7 +796,7 @@ def test_check_of_shards_without_meta_assumes_gpt2(tmp_path, capsys):
 def test_one_writer_a_folder(tmp_path, jsonl):
     """A second one is told; a first one that was killed is no hindrance."""
     script = Path(prepare_fineweb.__file__)
-    code = "import shards, sys; shards.lock_folder(shards.Path(sys.argv[1])); print('held', flush=True); input()"
+    code = "import data, sys; data.lock_folder(data.Path(sys.argv[1])); print('held', flush=True); input()"
     holder = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path / "x"], cwd=script.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

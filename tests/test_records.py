@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_model
 
-import records as R
+import runs as R
 
 
 def test_wilson_interval():

@@ -2,8 +2,8 @@
 
 import pytest
 
-import report as R
-from records import append_record
+import study as R
+from runs import append_record
 
 SIZE = {"model_config": {"block_size": 256}, "step": 800, "train_config": {"tokens_per_step": 2048}}
 

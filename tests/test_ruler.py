@@ -16,11 +16,10 @@ from conftest import make_model
 
 import eval_ruler as E
 import needles as N
-from checkpoint import save_checkpoint
+from data import get_tokenizer
 from model import ModelConfig
 from prepare_fineweb import PrepareConfig
-from records import Run, read_records
-from tokenizer import get_tokenizer
+from runs import Run, read_records, save_checkpoint
 from train import ROOT, TrainConfig
 
 LENGTHS = (512, 1024, 4096, 16_384, 65_536)
@@ -470,7 +469,7 @@ def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, 
 
 
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys, quick):
-    monkeypatch.setattr(E.records, "PRETRAINED", run)
+    monkeypatch.setattr(E, "PRETRAINED", run)
     call(monkeypatch, "--dry_run", "--tasks=niah_single_1")
     assert capsys.readouterr().out.startswith("==== niah_single_1 at 1,024 tokens: prompt ")
     call(monkeypatch, "--tasks=niah_single_1", "--lengths=1024", "--samples=1")

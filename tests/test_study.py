@@ -8,11 +8,10 @@ import pytest
 from conftest import make_model
 
 import study as S
-from checkpoint import save_checkpoint
 from eval_downstream import DownstreamConfig
 from eval_passkey import PasskeyConfig
 from eval_ruler import RulerConfig
-from records import append_record, finished, read_records
+from runs import append_record, finished, read_records, save_checkpoint
 from train import TrainConfig
 
 DIVERGING = ("rope_x0.33_s1", "alibi_x1_s1", "alibi_x0.33_s1")

@@ -1,8 +1,8 @@
 """
-Token shards: the format of llm.c, so that FineWeb that others have tokenised works unchanged.
+Names to tiktoken encodings.
 
-A shard is a header of 256 int32 (magic number, version, token count), then uint16 tokens. A data folder has shards
-*train_*.bin and *val_*.bin, and meta.json, which is written last: a folder that has it is complete.
+"gpt2"   the BPE of GPT-2, 50,257 ids; tiktoken fetches its two files at the first use
+"bytes"  one id a byte of UTF-8 and <|endoftext|> = 256: 257 ids, nothing to download, a model small enough for a laptop
 """
 
 from configurator import check_folder
@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,76 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import tiktoken
+
+# ---- tokenizer
+
+EOT = "<|endoftext|>"
+
+# Bytes are never merged, so how the text is cut into pieces changes no id: 64 characters was fastest.
+BYTES_PATTERN = r"(?s:.{1,64})"
+
+# tiktoken's regex overflows its stack inside runs of about a million spaces (a panic that `except Exception` misses),
+# and merging one huge piece is slow. No text written by a person has such a run, so its cut changes no usual document.
+LONG_RUN = re.compile(r"\s{4096}|\S{4096}")
+
+
+def get_tokenizer(name: str) -> tiktoken.Encoding:
+    """The encoding called `name`: "gpt2" or "bytes"."""
+    if name == "bytes":
+        ranks = {bytes([i]): i for i in range(256)}
+        return tiktoken.Encoding("bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256})
+    if name == "gpt2":
+        return load_gpt2()
+    raise ValueError(f'unknown tokenizer {name!r}: expected "gpt2" or "bytes"')
+
+
+def load_gpt2() -> tiktoken.Encoding:
+    """GPT-2's BPE from tiktoken's cache, or from the network."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
+        raise OSError(
+            "the gpt2 tokenizer's files are not cached and could not be fetched: connect to the network once, "
+            "or set TIKTOKEN_CACHE_DIR to a folder that holds them"
+        ) from error
+
+
+def encode_document(enc: tiktoken.Encoding, text: str) -> list[int]:
+    """<|endoftext|> and the ids of `text`. The marker's characters inside the text are encoded as ordinary text."""
+    ids = [enc.eot_token]
+    for piece in split_long_runs(replace_surrogates(text)):
+        ids += enc.encode_ordinary(piece)
+    return ids
+
+
+def replace_surrogates(text: str) -> str:
+    """Join surrogate pairs and put U+FFFD for lone ones, which UTF-8 cannot hold (JSON escapes can produce both)."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def split_long_runs(text: str) -> Iterator[str]:
+    """Pieces of `text`, cut inside very long runs of spaces or of non-spaces; joined they are `text`."""
+    start = 0
+    for run in LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    yield text[start:]
+
+
+# ---- shards
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file of the user. ValueError or OSError, in one sentence, if it is no UTF-8 or holds no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; convert it first") from error
+    if not text.strip():
+        raise ValueError(f"{path} has no text; choose another file")
+    return text
+
 
 MAGIC, VERSION = 20240520, 1
 HEADER_INTS, HEADER_BYTES = 256, 1024
@@ -216,3 +287,56 @@ def verify(folder: Path) -> None:
     print(
         f"{folder} is whole" + (f"; without meta.json, GPT-2's {vocab_size:,} ids are assumed" if meta is None else "")
     )
+
+
+# ---- windows
+
+
+class Windows:
+    """All windows of some shards: window k of a shard is its tokens kT ... kT + T (T inputs, and targets one later)."""
+
+    def __init__(self, files: list[Path], T: int):
+        self.T, self.shards = T, [read_shard(f) for f in files]
+        self.first = np.cumsum([0] + [(len(s) - 1) // T for s in self.shards])  # index of each shard's first window
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) window indices -> (B, T + 1) int64."""
+        out = np.empty((len(indices), self.T + 1), dtype=np.int64)
+        for row, index in zip(out, indices, strict=True):
+            shard = int(np.searchsorted(self.first, index, side="right")) - 1
+            k = int(index - self.first[shard]) * self.T
+            row[:] = self.shards[shard][k : k + self.T + 1]
+        return out
+
+
+class Order:
+    """Which windows a step trains on: a pure function of (seed, step), so that a resumed run sees what it would have
+    seen, and every encoding sees the same. Each epoch is one permutation of all windows."""
+
+    def __init__(self, windows: int, per_step: int, seed: int):
+        self.windows, self.per_step, self.seed = windows, per_step, seed
+        self.epoch, self.permutation = -1, None
+
+    def step(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Indices for one rank: with `world` ranks, every world-th window of the step."""
+        places = np.arange(step * self.per_step + rank, (step + 1) * self.per_step, world)
+        return np.array([self.at(int(p)) for p in places])
+
+    def at(self, place: int) -> int:
+        epoch, offset = divmod(place, self.windows)
+        if epoch != self.epoch:
+            self.epoch, self.permutation = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.windows)
+        return int(self.permutation[offset])
+
+
+def long_windows(val: Windows, eot: int, multiple: int, count: int) -> np.ndarray | None:
+    """(N, multiple * T + 1) windows inside single long documents, N <= count; None if no document is that long."""
+    size, found = multiple * val.T + 1, []
+    for shard in val.shards:
+        for document in whole_documents(shard, eot):
+            found += [document[at : at + size] for at in range(0, len(document) - size + 1, size - 1)]
+    picks = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int) if found else []
+    return np.stack([found[i] for i in picks]).astype(np.int64) if found else None

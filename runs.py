@@ -1,13 +1,15 @@
-"""What every evaluation shares: a run with its tokenizer, JSON records that can be resumed, intervals and tables.
+"""Checkpoints: tensors and plain values in a file that is written whole or not at all.
 
-A record is one line of out/<run>/eval/<metric>.jsonl and says all that the number depends on.
+python runs.py out/ggd_bam_cpu pretrained/ggd_bam_cpu    # the weights of a run without its optimizer's state
 """
 
-from configurator import check_folder
+import configurator
+from configurator import check_folder, fail, user_errors
 
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,57 @@ from typing import NamedTuple
 import tiktoken
 import torch
 
-from checkpoint import load_model
+from data import get_tokenizer, replacing
 from device import device_name
-from model import GPT
-from tokenizer import get_tokenizer
+from model import GPT, ModelConfig
+
+# ---- checkpoint
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Whatever happens, `path` is the old checkpoint or the new one, whole. OSError, in one
+    sentence, if the new one cannot be written."""
+    try:
+        with replacing(path) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:  # torch: RuntimeError, in the context of an OSError
+        raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
+
+
+def load_path(path: str | Path) -> Path:
+    """The file of a checkpoint: that file itself, or last.pt in a run's folder."""
+    return Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """What a checkpoint file, or last.pt in a run's folder, holds; tensors and plain values, nothing is executed."""
+    file = load_path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py")
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        saved["model"], saved["model_config"]["block_size"]
+    except OSError:  # such as a folder of another user; user_errors() names the file
+        raise
+    except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
+        raise ValueError(f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py") from error
+    return saved
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPT, dict]:
+    """The model of a checkpoint file, or of last.pt in a run folder, ready to evaluate, and all that was saved."""
+    saved = load_checkpoint(path)
+    try:
+        config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
+        model = GPT(ModelConfig(**config))
+        model.load_state_dict(saved["model"])
+    except Exception as error:  # a file may hold anything under these names
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{path} holds no model of this version of the program: {reason}") from error
+    return model.to(device).eval(), saved
+
+
+# ---- records
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
 PRETRAINED = Path(__file__).resolve().parent / "pretrained" / "ggd_bam_cpu"  # the model that comes with the program
@@ -153,17 +202,6 @@ def origin(run: Run) -> dict:
     }
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a file of the user. ValueError or OSError, in one sentence, if it is no UTF-8 or holds no text."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text; convert it first") from error
-    if not text.strip():
-        raise ValueError(f"{path} has no text; choose another file")
-    return text
-
-
 def append_record(file: Path, record: dict) -> None:
     """One more line. A last line that a killed run left unfinished is ended first, so that it spoils no other."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -226,3 +264,22 @@ def aligned(rows: Iterable[Iterable[str]]) -> str:
     rows = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def main() -> None:
+    _, words = configurator.parse([], sys.argv[1:], __doc__, positional="runs")
+    if len(words) != 2:
+        fail(f"got {len(words)} words, expected two: a run, and the folder of its copy without the optimizer")
+    source, target = words[0], Path(words[1])
+    with user_errors():
+        saved = load_checkpoint(source)
+        if (target / "last.pt").exists() and (target / "last.pt").samefile(load_path(source)):
+            raise ValueError(f"{target} is the run itself; name another folder, or its optimizer would be lost")
+        target.mkdir(parents=True, exist_ok=True)
+        kept = ("model", "model_config", "train_config", "tokenizer", "data", "step", "commit")
+        save_checkpoint(target / "last.pt", {name: saved[name] for name in kept if name in saved})
+    print(f"saved {target / 'last.pt'}: {(target / 'last.pt').stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    configurator.run(main)
