@@ -39,7 +39,9 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     """The encoding called `name`: "gpt2" or "bytes"."""
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding("bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256})
+        return tiktoken.Encoding(
+            "bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256}
+        )
     if name == "gpt2":
         return load_gpt2()
     raise ValueError(f'unknown tokenizer {name!r}: expected "gpt2" or "bytes"')
@@ -49,7 +51,10 @@ def load_gpt2() -> tiktoken.Encoding:
     """GPT-2's BPE from tiktoken's cache, or from the network."""
     try:
         return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
         raise OSError(
             "the gpt2 tokenizer's files are not cached and could not be fetched: connect to the network once, "
             "or set TIKTOKEN_CACHE_DIR to a folder that holds them"
@@ -96,7 +101,9 @@ MAGIC, VERSION = 20240520, 1
 HEADER_INTS, HEADER_BYTES = 256, 1024
 GPT2_VOCABULARY = 50_257  # of shards without a meta.json
 UNFINISHED = "UNFINISHED"  # a file of this name is in the folder while it is being written
-LOCKS: dict[Path, BinaryIO] = {}  # held while they are open: the system closes them, whatever ends this process
+LOCKS: dict[
+    Path, BinaryIO
+] = {}  # held while they are open: the system closes them, whatever ends this process
 
 # the types of what is read of meta.json and of its shards; a key of meta.json may be absent
 META = {"tokenizer": str, "window": int | None, "vocab_size": int, "settings": dict, "shards": dict}
@@ -181,12 +188,18 @@ def read_shard(path: str | os.PathLike) -> np.ndarray:
     """The tokens of a shard as a read-only memory map of uint16, its header checked."""
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if len(header) < HEADER_INTS or header[0] != MAGIC:
-        raise ValueError(f"{path} is not a token shard: it does not begin with the magic number {MAGIC}")
+        raise ValueError(
+            f"{path} is not a token shard: it does not begin with the magic number {MAGIC}"
+        )
     if header[1] != VERSION:
-        raise ValueError(f"{path} is a shard of version {header[1]}: expected version {VERSION} (uint16 tokens)")
+        raise ValueError(
+            f"{path} is a shard of version {header[1]}: expected version {VERSION} (uint16 tokens)"
+        )
     count, held = int(header[2]), (os.path.getsize(path) - HEADER_BYTES) // 2
     if count < 1 or held < count:
-        raise ValueError(f"{path} is damaged: its header says {count:,} tokens, it holds {held:,}; prepare it again")
+        raise ValueError(
+            f"{path} is damaged: its header says {count:,} tokens, it holds {held:,}; prepare it again"
+        )
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
@@ -210,7 +223,9 @@ def shard_files(folder: Path, kind: str = "") -> list[Path]:
 def refuse_strangers(folder: Path, names: set[str]) -> None:
     """ValueError if the folder holds other shards than these, since train.py would read them too."""
     if strangers := sorted({path.name for path in shard_files(folder)} - names):
-        raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: remove it or change --out_dir")
+        raise ValueError(
+            f"{folder} holds {strangers[0]}, which is not of this run: remove it or change --out_dir"
+        )
 
 
 def check_disk(folder: Path, tokens: int) -> None:
@@ -218,7 +233,9 @@ def check_disk(folder: Path, tokens: int) -> None:
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     needed, free = 2 * max(0, tokens), shutil.disk_usage(there).free
     if needed > free:
-        raise ValueError(f"{folder} needs {needed:,} bytes, but {free:,} are free there: make room or change --out_dir")
+        raise ValueError(
+            f"{folder} needs {needed:,} bytes, but {free:,} are free there: make room or change --out_dir"
+        )
     print(f"{needed:,} bytes to write in {folder}, {free:,} are free", flush=True)
 
 
@@ -231,8 +248,13 @@ def read_notes(path: Path) -> dict:
         wrong += [k for k, kind in SHARD.items() for s in shards if not isinstance(s.get(k), kind)]
         if wrong:
             raise ValueError(f"unexpected value of {wrong[0]}")
-    except (ValueError, AttributeError) as error:  # an AttributeError: of something that is no JSON object
-        raise ValueError(f"{path} is damaged ({error}); prepare this data again, in another folder") from error
+    except (
+        ValueError,
+        AttributeError,
+    ) as error:  # an AttributeError: of something that is no JSON object
+        raise ValueError(
+            f"{path} is damaged ({error}); prepare this data again, in another folder"
+        ) from error
     return notes
 
 
@@ -240,12 +262,16 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
     """meta.json of a data folder; None if there is none. ValueError if it is damaged or preparation was cut short."""
     path = Path(folder) / "meta.json"
     if (Path(folder) / UNFINISHED).exists():
-        raise ValueError(f"the preparation of {folder} was cut short; start prepare_fineweb.py again with its options")
+        raise ValueError(
+            f"the preparation of {folder} was cut short; start prepare_fineweb.py again with its options"
+        )
     if not path.exists():
         return None
     meta = read_notes(path)
     if not {"tokenizer", "window"} <= set(meta):
-        raise ValueError(f"{path} is damaged (no tokenizer or window); prepare this data again, in another folder")
+        raise ValueError(
+            f"{path} is damaged (no tokenizer or window); prepare this data again, in another folder"
+        )
     return meta
 
 
@@ -271,8 +297,13 @@ def verify(folder: Path) -> None:
     known = {} if meta is None else meta.get("shards", {})
     vocab_size = GPT2_VOCABULARY if meta is None else meta.get("vocab_size")
     if vocab_size is None:
-        raise ValueError(f"{folder / 'meta.json'} has no vocab_size; prepare this data again, in another folder")
-    names = sorted({path.name for kind in ("train_*", "val_*") for path in shard_files(folder, kind)} | set(known))
+        raise ValueError(
+            f"{folder / 'meta.json'} has no vocab_size; prepare this data again, in another folder"
+        )
+    names = sorted(
+        {path.name for kind in ("train_*", "val_*") for path in shard_files(folder, kind)}
+        | set(known)
+    )
     if not names:
         raise ValueError(f"{folder} holds no shards (*train_*.bin, *val_*.bin)")
     faults = []
@@ -285,7 +316,8 @@ def verify(folder: Path) -> None:
     if faults:
         raise ValueError(f"{len(faults)} of {len(names)} shards are bad: {'; '.join(faults)}")
     print(
-        f"{folder} is whole" + (f"; without meta.json, GPT-2's {vocab_size:,} ids are assumed" if meta is None else "")
+        f"{folder} is whole"
+        + (f"; without meta.json, GPT-2's {vocab_size:,} ids are assumed" if meta is None else "")
     )
 
 
@@ -297,7 +329,9 @@ class Windows:
 
     def __init__(self, files: list[Path], T: int):
         self.T, self.shards = T, [read_shard(f) for f in files]
-        self.first = np.cumsum([0] + [(len(s) - 1) // T for s in self.shards])  # index of each shard's first window
+        self.first = np.cumsum(
+            [0] + [(len(s) - 1) // T for s in self.shards]
+        )  # index of each shard's first window
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -328,7 +362,10 @@ class Order:
     def at(self, place: int) -> int:
         epoch, offset = divmod(place, self.windows)
         if epoch != self.epoch:
-            self.epoch, self.permutation = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.windows)
+            self.epoch, self.permutation = (
+                epoch,
+                np.random.default_rng((self.seed, epoch)).permutation(self.windows),
+            )
         return int(self.permutation[offset])
 
 
@@ -337,6 +374,8 @@ def long_windows(val: Windows, eot: int, multiple: int, count: int) -> np.ndarra
     size, found = multiple * val.T + 1, []
     for shard in val.shards:
         for document in whole_documents(shard, eot):
-            found += [document[at : at + size] for at in range(0, len(document) - size + 1, size - 1)]
+            found += [
+                document[at : at + size] for at in range(0, len(document) - size + 1, size - 1)
+            ]
     picks = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int) if found else []
     return np.stack([found[i] for i in picks]).astype(np.int64) if found else None

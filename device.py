@@ -40,7 +40,9 @@ def pick_device(name: str) -> tuple[torch.device, str]:
         torch.zeros(1, device=device, dtype=torch.float64).item()  # angles need float64
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"device {name} cannot be used here ({reason}); try --device=cpu") from error
+        raise ValueError(
+            f"device {name} cannot be used here ({reason}); try --device=cpu"
+        ) from error
     return device, why
 
 
@@ -51,7 +53,11 @@ def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
         name, why = "float32", "the fastest safe choice off CUDA"
     elif name == "auto":  # a T4 (7.5) only emulates bfloat16
         native = torch.cuda.get_device_capability(device) >= (8, 0)
-        name, why = ("bfloat16", "native here") if native else ("float16", "no native bfloat16; with a loss scaler")
+        name, why = (
+            ("bfloat16", "native here")
+            if native
+            else ("float16", "no native bfloat16; with a loss scaler")
+        )
     if name == "float16" and device.type != "cuda":
         raise ValueError("dtype float16 needs a CUDA device; use --dtype=float32 or bfloat16")
     return getattr(torch, name), why
@@ -65,7 +71,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Floating-point operations a second that the device could do at most; None where the table does not know it."""
     name = device_name(device) if device.type == "cuda" else ""
     name = "" if "Laptop" in name else name  # slower than the card it is named after
-    found = next((peaks for part, peaks in PEAK_TFLOPS.items() if f"{part} " in f"{name} ".replace("-", " ")), None)
+    found = next(
+        (
+            peaks
+            for part, peaks in PEAK_TFLOPS.items()
+            if f"{part} " in f"{name} ".replace("-", " ")
+        ),
+        None,
+    )
     return None if found is None else found[dtype == torch.float32] * 1e12
 
 
@@ -92,17 +105,23 @@ class Processes(NamedTuple):
     def join(cls, device: str) -> "Processes":
         """Read what torchrun has put into the environment, and meet the others: on CUDA over NCCL, else over gloo."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        told = [os.environ.get(name, str(default)) for name, default in zip(names, cls(), strict=True)]
+        told = [
+            os.environ.get(name, str(default)) for name, default in zip(names, cls(), strict=True)
+        ]
         if not all(map(str.isdecimal, told)) or int(told[0]) >= int(told[2]):
             shown = ", ".join(f"{name}={value}" for name, value in zip(names, told, strict=True))
             raise ValueError(f"the environment has {shown}, which torchrun did not set; unset them")
         found = cls(*map(int, told))
         if found.world > 1:
             cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-            if cuda:  # before anything else touches a GPU, or every process would open the first one too
+            if (
+                cuda
+            ):  # before anything else touches a GPU, or every process would open the first one too
                 torch.cuda.set_device(found.local)
             dist.init_process_group("nccl" if cuda else "gloo")
-            torch._dynamo.config.optimize_ddp = False  # it would split the graph, which a fused kernel does not allow
+            torch._dynamo.config.optimize_ddp = (
+                False  # it would split the graph, which a fused kernel does not allow
+            )
         return found
 
     def leave(self) -> None:

@@ -61,18 +61,30 @@ PIECE = 2**14  # tokens between two updates of the time left
 class PasskeyConfig(Changes):
     """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
 
-    lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and answer included; none given: 1x, 2x, 4x, 8x and
+    lengths: tuple[
+        int, ...
+    ] = ()  # in tokens, <|endoftext|> and answer included; none given: 1x, 2x, 4x, 8x and
     # 16x the training length of the first run
-    depths: int = 20  # needles per length, at equidistant depths from the beginning to the end of the filler
-    seeds: tuple[int, ...] = (1,)  # each seed draws another set of keys; n = seeds x depths per length
-    wording: Literal["passkey", "reworded", "vault"] = "passkey"  # how needle and question are put; reworded has a
+    depths: int = (
+        20  # needles per length, at equidistant depths from the beginning to the end of the filler
+    )
+    seeds: tuple[int, ...] = (
+        1,
+    )  # each seed draws another set of keys; n = seeds x depths per length
+    wording: Literal["passkey", "reworded", "vault"] = (
+        "passkey"  # how needle and question are put; reworded has a
+    )
     # frame of the exercises with other words, vault a frame that is in none
     digits: int = 5  # of a key
     filler: str = "passkey"  # passkey, unseen (is in no exercise), or a text file
-    description: Literal["auto", "true", "false"] = "auto"  # begin with the paper's task description; auto: unless
+    description: Literal["auto", "true", "false"] = (
+        "auto"  # begin with the paper's task description; auto: unless
+    )
     # tokens are bytes, where it takes 167 of them
     exact: bool = False  # compute also the blocks of keys that the prior makes too small to change a float32 result
-    resume: bool = False  # take over the lengths that the records already have for these weights and options
+    resume: bool = (
+        False  # take over the lengths that the records already have for these weights and options
+    )
     batch_tokens: int = 16_384  # prompts are scored together up to this many tokens
     device: str = "auto"  # auto, cpu, cuda, ...
 
@@ -96,10 +108,15 @@ class Texts(NamedTuple):
     description: str
 
 
-def make_prompts(enc: tiktoken.Encoding, texts: Texts, cfg: PasskeyConfig, length: int) -> list[Prompt]:
+def make_prompts(
+    enc: tiktoken.Encoding, texts: Texts, cfg: PasskeyConfig, length: int
+) -> list[Prompt]:
     """The prompts of one length, depth by depth and seed by seed: a pure function of its arguments."""
     least = 10 ** (cfg.digits - 1)
-    keys = [np.random.default_rng((s, length)).integers(least, 10 * least, size=cfg.depths) for s in cfg.seeds]
+    keys = [
+        np.random.default_rng((s, length)).integers(least, 10 * least, size=cfg.depths)
+        for s in cfg.seeds
+    ]
     return [
         passkey_prompt(enc, length, depth, int(key), WORDINGS[cfg.wording], *texts)
         for depth, row in zip(np.linspace(0, 1, cfg.depths), np.transpose(keys), strict=True)
@@ -115,7 +132,9 @@ def batches(prompts: list[Prompt], batch_tokens: int) -> Iterator[tuple[list[Pro
         yield batch, torch.tensor([p.tokens for p in batch]), max(p.answer for p in batch)
 
 
-def retrieved(scorer: Callable[[Tensor, int], Tensor], prompts: list[Prompt], batch_tokens: int) -> list[bool]:
+def retrieved(
+    scorer: Callable[[Tensor, int], Tensor], prompts: list[Prompt], batch_tokens: int
+) -> list[bool]:
     """Is every token of a prompt's answer the most likely one? scorer(idx (B, T), n_last) -> argmax (B, n_last)."""
     found = []
     for batch, idx, n_last in batches(prompts, batch_tokens):
@@ -175,7 +194,9 @@ def work(prompts: list[Prompt], batch_tokens: int) -> int:
 def texts_for(run: Run, cfg: PasskeyConfig) -> Texts:
     """Filler and description for a run. Raises ValueError or OSError, in one sentence, for an unusable file."""
     filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else read_text(cfg.filler)
-    described = cfg.description == "true" or (cfg.description == "auto" and run.saved["tokenizer"] != "bytes")
+    described = cfg.description == "true" or (
+        cfg.description == "auto" and run.saved["tokenizer"] != "bytes"
+    )
     return Texts(filler, DESCRIPTION if described else "")
 
 
@@ -186,7 +207,9 @@ def check(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch
     require_memory(run.model.cfg, 1, max(lengths), device)
 
 
-def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device) -> Iterator[dict]:
+def evaluate(
+    path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: torch.device
+) -> Iterator[dict]:
     """One run at all lengths: a record per length, appended to the run's eval/passkey.jsonl as soon as it is there."""
     with user_errors():
         run = load_run(path, device, cfg)
@@ -204,7 +227,10 @@ def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: to
         with tqdm(total=total, desc=label, bar_format=BAR, disable=None) as bar:
             scorer = SharingScorer(run.model, cfg, bar.update)
             found = retrieved(scorer, prompts, cfg.batch_tokens)
-        seconds, skipped = round(time.perf_counter() - began, 2), scorer.cache.skipped().round(decimals=4).tolist()
+        seconds, skipped = (
+            round(time.perf_counter() - began, 2),
+            scorer.cache.skipped().round(decimals=4).tolist(),
+        )
         record = cell | result(found, cfg) | {"seconds": seconds, "skipped_blocks": skipped} | about
         append_record(file, record)
         yield record
@@ -213,7 +239,9 @@ def evaluate(path: str, cfg: PasskeyConfig, lengths: tuple[int, ...], device: to
 def identity(cfg: PasskeyConfig, texts: Texts) -> dict:
     """The options that the answers depend on: with the weights and the length, what tells records apart."""
     free = ("lengths", "resume", "batch_tokens", "device")
-    own = {k: v for k, v in asdict(cfg).items() if k not in free} | {"description": bool(texts.description)}
+    own = {k: v for k, v in asdict(cfg).items() if k not in free} | {
+        "description": bool(texts.description)
+    }
     if cfg.filler not in FILLERS:  # a file, which may change
         own["filler"] += f", sha256 {digest(texts.filler.encode())}"
     return own
@@ -235,7 +263,9 @@ def table(results: dict[str, list[dict]]) -> str:
     rows = [["run", *(f"{n:,}" for n in lengths)]]
     for run, records in results.items():
         cells = {r["length"]: r for r in records}
-        rows.append([name_of(run, results), *(cell(cells[n]) if n in cells else "" for n in lengths)])
+        rows.append(
+            [name_of(run, results), *(cell(cells[n]) if n in cells else "" for n in lengths)]
+        )
     return aligned(rows)
 
 
@@ -255,12 +285,21 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     for (run, records), (marker, line) in zip(results.items(), STYLES * len(results), strict=False):
         x, y = [r["length"] for r in records], [100 * r["correct"] / r["n"] for r in records]
         bars = np.abs(100 * np.array([r["interval_95"] for r in records]).T - y)
-        axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run, results))
+        axis.errorbar(
+            x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run, results)
+        )
     first = next(iter(results.values()))[0]
     trained = first["training_length"]
     axis.axvline(trained, color="grey", linewidth=1)
-    axis.annotate(" training length", (trained, 50), rotation=90, ha="right", va="center", color="grey")
-    axis.set(xscale="log", xlabel="length of the prompt in tokens", ylabel="passkey found (%)", ylim=(-4, 104))
+    axis.annotate(
+        " training length", (trained, 50), rotation=90, ha="right", va="center", color="grey"
+    )
+    axis.set(
+        xscale="log",
+        xlabel="length of the prompt in tokens",
+        ylabel="passkey found (%)",
+        ylim=(-4, 104),
+    )
     ticks = sorted({r["length"] for records in results.values() for r in records})
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
     axis.minorticks_off()
@@ -269,15 +308,23 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     figure.savefig(folder / "passkey.png", dpi=150)
     plt.close(figure)
 
-    figure, axes = plt.subplots(1, len(results), figsize=(1 + 4 * len(results), 4), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(1 + 4 * len(results), 4), squeeze=False, layout="constrained"
+    )
     for axis, (run, records) in zip(axes[0], results.items(), strict=True):
         image = np.array([r["by_depth"] for r in records]).T
-        shown = axis.pcolormesh(100 * image, vmin=0, vmax=100, cmap="cividis", edgecolors="white", linewidth=0.5)
+        shown = axis.pcolormesh(
+            100 * image, vmin=0, vmax=100, cmap="cividis", edgecolors="white", linewidth=0.5
+        )
         axis.invert_yaxis()
-        axis.set_xticks(np.arange(len(records)) + 0.5, [f"{r['length']:,}" for r in records], rotation=30)
+        axis.set_xticks(
+            np.arange(len(records)) + 0.5, [f"{r['length']:,}" for r in records], rotation=30
+        )
         places = np.linspace(0, len(image) - 1, min(5, len(image)))
         axis.set_yticks(places + 0.5, [f"{100 * p / max(1, len(image) - 1):.0f}" for p in places])
-        axis.set(xlabel="length of the prompt in tokens", ylabel="depth of the needle (% of the filler)")
+        axis.set(
+            xlabel="length of the prompt in tokens", ylabel="depth of the needle (% of the filler)"
+        )
         axis.set_title(name_of(run, results))
     figure.colorbar(shown, label="passkey found (%)")
     figure.savefig(folder / "passkey_depth.png", dpi=150)

@@ -50,7 +50,9 @@ from runs import (
 )
 from streaming import KVCache, generate, score
 
-STEP = 10**5  # work of generating a token in the units of cost(), as measured with the laptop model on a CPU
+STEP = (
+    10**5
+)  # work of generating a token in the units of cost(), as measured with the laptop model on a CPU
 
 
 @dataclass
@@ -58,20 +60,28 @@ class RulerConfig(Changes):
     """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
 
     tasks: tuple[str, ...] = tuple(TASKS)  # which of the eight
-    lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and the answer's budget included; none given: 1x, 2x, 4x,
+    lengths: tuple[
+        int, ...
+    ] = ()  # in tokens, <|endoftext|> and the answer's budget included; none given: 1x, 2x, 4x,
     # 8x and 16x the training length of the first run
     samples: int = 50  # prompts a cell; RULER has 500, for which a laptop needs hours
     seed: int = 42  # draws keys, values and depths
-    haystack_file: str = ""  # a text for the tasks that hide needles in an essay; none given: data/pydocs/pydocs.txt
+    haystack_file: str = (
+        ""  # a text for the tasks that hide needles in an essay; none given: data/pydocs/pydocs.txt
+    )
     resume: bool = False  # go on behind the cells that are in the records
     dry_run: bool = False  # print one prompt a task with its token counts, and evaluate nothing
-    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # of --dry_run without a run; auto: the run's
+    tokenizer: Literal["auto", "bytes", "gpt2"] = (
+        "auto"  # of --dry_run without a run; auto: the run's
+    )
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
         strangers = [task for task in self.tasks if task not in TASKS]
         if strangers or not self.tasks:
-            raise ValueError(f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}")
+            raise ValueError(
+                f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}"
+            )
         super().__post_init__()
         check_range("samples", 1, self.samples)
         check_range("lengths", 1, *self.lengths)
@@ -84,7 +94,9 @@ def string_match_all(text: str, values: list[str]) -> float:
 
 class Outcome(NamedTuple):
     score: float  # RULER's, 0 to 1
-    right: list[bool]  # token by token of the answer: is it the most likely one, given the true ones before it?
+    right: list[
+        bool
+    ]  # token by token of the answer: is it the most likely one, given the true ones before it?
     nats: float  # -ln of the whole answer's probability
 
 
@@ -100,7 +112,11 @@ def ask(run: Run, sample: Sample) -> Outcome:
     last = torch.tensor([prompt[-1:]], device=device)
     new = generate(run.model, last, BUDGET[enc.name], stop=enc.eot_token, cache=cache)[0].tolist()
     text = enc.decode([token for token in new if token < enc.n_vocab])
-    return Outcome(string_match_all(text, sample.values), (best.cpu() == answer)[0].tolist(), -log_p.sum().item())
+    return Outcome(
+        string_match_all(text, sample.values),
+        (best.cpu() == answer)[0].tolist(),
+        -log_p.sum().item(),
+    )
 
 
 def result(outcomes: list[Outcome]) -> dict:
@@ -123,26 +139,44 @@ def short_digest(lines: Sequence[str]) -> str:
     return digest("\n".join(lines).encode())
 
 
-def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
+def cells_of(
+    enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]
+) -> Iterator[dict]:
     """What identifies the record of each task and length; `needs` is the least length that holds all the prompts."""
     for name in dict.fromkeys(cfg.tasks):
         haystack, keys, needs = *TASKS[name][:2], shortest(name, cfg.seed, cfg.samples, enc, essay)
         haystack += f", sha256 {short_digest(essay)}" if haystack == "essay" else ""
         keys += f", sha256 {short_digest(ADJECTIVES + NOUNS)}" if keys == "words" else ""
         config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[enc.name]}
-        config |= {"haystack": haystack, "keys": keys, "window_attention": cfg.window_attention, "set": cfg.set}
+        config |= {
+            "haystack": haystack,
+            "keys": keys,
+            "window_attention": cfg.window_attention,
+            "set": cfg.set,
+        }
         for length in lengths:
-            yield {"metric": "ruler", "task": name, "length": length, "needs": needs, "config": config}
+            yield {
+                "metric": "ruler",
+                "task": name,
+                "length": length,
+                "needs": needs,
+                "config": config,
+            }
 
 
-def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
+def evaluate(
+    path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]
+) -> Iterator[dict]:
     """One run: a record for each task and length, appended to its eval/ruler.jsonl as soon as it is there."""
     with user_errors():
         run = load_run(path, pick_device(cfg.device)[0], cfg)
     file, about = folder_of(path) / "ruler.jsonl", origin(run)
     cells = list(cells_of(run.enc, cfg, lengths, essay))
     done = [cfg.resume and finished(file, c | {"weights": about["weights"]}) for c in cells]
-    work = [cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
+    work = [
+        cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0
+        for c in cells
+    ]
     total = cfg.samples * sum(w for w, record in zip(work, done, strict=True) if not record)
     bar = tqdm(total=total, desc=name_of(path), bar_format=BAR, disable=None)
     for c, w, record in zip(cells, work, done, strict=True):
@@ -163,7 +197,9 @@ def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[st
 # ---- what is shown
 
 
-def show_prompts(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> None:
+def show_prompts(
+    enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]
+) -> None:
     """The first prompt of each task at the first length that can hold it; with no lengths given, at the shortest."""
     for name in dict.fromkeys(cfg.tasks):
         needs, budget = shortest(name, cfg.seed, 1, enc, essay), BUDGET[enc.name]
@@ -172,9 +208,16 @@ def show_prompts(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int
             print(f"==== {name}: n/a: needs at least {needs:,} tokens\n")
             continue
         sample = make_sample(name, cfg.seed, 0, length, enc, essay)
-        used, depths = len(sample.tokens), ", ".join(f"{needle.depth:.2f}" for needle in sample.needles)
-        print(f"==== {name} at {length:,} tokens: prompt {used:,} + answer {budget} = {used + budget:,}")
-        print(f"==== needles at depth {depths}, expected:{sample.answer}\n{sample.prompt}{sample.prefix}\n")
+        used, depths = (
+            len(sample.tokens),
+            ", ".join(f"{needle.depth:.2f}" for needle in sample.needles),
+        )
+        print(
+            f"==== {name} at {length:,} tokens: prompt {used:,} + answer {budget} = {used + budget:,}"
+        )
+        print(
+            f"==== needles at depth {depths}, expected:{sample.answer}\n{sample.prompt}{sample.prefix}\n"
+        )
 
 
 def shown(record: dict) -> str:
@@ -200,7 +243,10 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     points = [r | {"run": run} for run, found in results.items() for r in found if r["n"]]
-    names, lengths = list(dict.fromkeys(r["task"] for r in points)), sorted({r["length"] for r in points})
+    names, lengths = (
+        list(dict.fromkeys(r["task"] for r in points)),
+        sorted({r["length"] for r in points}),
+    )
     rows = 1 + (len(names) > 4)
     columns = -(-len(names) // rows)
     figure = plt.figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
@@ -210,7 +256,9 @@ def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
             curve = [r for r in points if (r["task"], r["run"]) == (name, run)]
             x, y = [r["length"] for r in curve], [100 * r["correct"] / r["n"] for r in curve]
             bars = np.abs(100 * np.reshape([r["interval_95"] for r in curve], (-1, 2)).T - y)
-            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run, results))
+            axis.errorbar(
+                x, y, bars, marker=marker, linestyle=line, capsize=3, label=name_of(run, results)
+            )
         axis.axvline(points[0]["training_length"], color="grey", linewidth=1)
         axis.set(xscale="log", ylim=(-4, 104))
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
@@ -230,21 +278,35 @@ def main() -> None:
             raise ValueError("tokenizer is for --dry_run without a run; a run has its own")
         runs = distinct(runs or [str(PRETRAINED)] * (cfg.tokenizer == "auto"))
         pick_device(cfg.device)
-        essay = read_essay(cfg.haystack_file) if any(TASKS[name].haystack == "essay" for name in cfg.tasks) else []
+        essay = (
+            read_essay(cfg.haystack_file)
+            if any(TASKS[name].haystack == "essay" for name in cfg.tasks)
+            else []
+        )
         loaded = (load_run(run, torch.device("cpu"), cfg) for run in runs)
-        checked = [(run.trained, run.enc) for run in loaded]  # all of them, before the first is tested
+        checked = [
+            (run.trained, run.enc) for run in loaded
+        ]  # all of them, before the first is tested
         enc = checked[0][1] if checked else get_tokenizer(cfg.tokenizer)
-    lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]
+    lengths = sorted(set(cfg.lengths)) or [
+        m * trained for m in MULTIPLES for trained, _ in checked[:1]
+    ]
     if cfg.dry_run:
         return show_prompts(enc, cfg, lengths, essay)
     encs = {enc.name: enc for _, enc in checked}.values()
-    needs = min(shortest(name, cfg.seed, cfg.samples, enc, essay) for enc in encs for name in cfg.tasks)
+    needs = min(
+        shortest(name, cfg.seed, cfg.samples, enc, essay) for enc in encs for name in cfg.tasks
+    )
     if max(lengths) < needs:
-        fail(f"lengths end at {max(lengths):,}, and these tasks need at least {needs:,} tokens; give a longer one")
+        fail(
+            f"lengths end at {max(lengths):,}, and these tasks need at least {needs:,} tokens; give a longer one"
+        )
     results, stopped = collect(runs, lambda run: evaluate(run, cfg, lengths, essay))
     for run, found in results.items():
         name = name_of(run, results)
-        print(f"{name}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
+        print(
+            f"{name}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right"
+        )
         print(table(found))
         print(f"records in {folder_of(run) / 'ruler.jsonl'}")
     if any(record["n"] for found in results.values() for record in found):

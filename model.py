@@ -44,7 +44,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint as recompute
 
-EPSILON = 1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
+EPSILON = (
+    1e-5  # keeps the base of the power above 0; for beta < 0 it sets how silent the own token is
+)
 DECISIVE = 1e4  # nats that silence a key, or all others, whatever the content says
 MAX_EXPONENT = 30.0  # a key e^30 nats down is silent; gradients, their norm and the product with s ln n stay finite
 ROPE_THETA = 500_000.0
@@ -58,7 +60,9 @@ class ModelConfig:
     """The shape of the model and its positional encoding. Raises ValueError, in one sentence, if it makes no sense."""
 
     vocab_size: int = 50257  # number of token ids that exist: 50257 for gpt2, 257 for bytes
-    vocab_multiple: int = 64  # the embedding's rows are rounded up to a multiple of it; padding is never predicted
+    vocab_multiple: int = (
+        64  # the embedding's rows are rounded up to a multiple of it; padding is never predicted
+    )
     n_layer: int = 12  # number of blocks
     n_head: int = 16  # attention heads per block
     n_embd: int = 768  # width C
@@ -66,18 +70,35 @@ class ModelConfig:
     block_size: int = 512  # training length in tokens: recorded, never a limit
     pe: Literal["nope", "sinusoidal", "rope", "alibi", "ggd"] = "ggd"  # positional encoding
     ssmax: bool = True  # Scalable-Softmax: sharpen the scores of a query that sees n keys by s ln n
-    ssmax_init: float = 1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax,
+    ssmax_init: float = (
+        1.0  # s at the start; 1 (the paper) is ln n times sharper than plain softmax,
+    )
     # 1 / ln(block_size) about as sharp
-    ssmax_scales: Literal["posterior", "content"] = "posterior"  # ggd: s ln n sharpens content and prior together (the
+    ssmax_scales: Literal["posterior", "content"] = (
+        "posterior"  # ggd: s ln n sharpens content and prior together (the
+    )
     # paper), or the content alone, as it does for alibi
-    virtual_length: float = 1.0  # training takes the n of SSMax as up to this many times larger, drawn for each window
+    virtual_length: float = (
+        1.0  # training takes the n of SSMax as up to this many times larger, drawn for each window
+    )
     # (not in the paper); 1: as it is
-    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, or one per head of a layer, or
+    theta_alpha: tuple[float, ...] = (
+        0.0,
+    )  # ggd: theta_alpha at the start: one value, or one per head of a layer, or
     # one per head of all layers, the first layer's first
-    theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
-    theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query), likewise
-    theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained; others stay fixed
-    theta_beta_min: float = -1e9  # ggd: training keeps theta_beta at or above it; 0: no anti-local heads
+    theta_beta: tuple[float, ...] = (
+        0.0,
+    )  # ggd: theta_beta at the start (0 and 0 is the uniform prior), likewise
+    theta_mu: tuple[float, ...] = (
+        0.0,
+    )  # ggd: theta_mu at the start (0: centred on the query), likewise
+    theta_learned: tuple[str, ...] = (
+        "alpha",
+        "beta",
+    )  # ggd: which of alpha, beta, mu are trained; others stay fixed
+    theta_beta_min: float = (
+        -1e9
+    )  # ggd: training keeps theta_beta at or above it; 0: no anti-local heads
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
@@ -87,19 +108,35 @@ class ModelConfig:
         if self.pe not in ("nope", "sinusoidal", "rope", "alibi", "ggd"):
             raise ValueError(f"pe is {self.pe}; it must be nope, sinusoidal, rope, alibi or ggd")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them")
+            raise ValueError(
+                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them"
+            )
         if self.pe == "rope" and self.head_dim % 2 or self.pe == "sinusoidal" and self.n_embd % 2:
-            raise ValueError(f"pe {self.pe} works on pairs of channels; n_embd {self.n_embd} gives it an odd number")
+            raise ValueError(
+                f"pe {self.pe} works on pairs of channels; n_embd {self.n_embd} gives it an odd number"
+            )
         if self.virtual_length < 1 or (self.virtual_length > 1 and not self.ssmax):
-            raise ValueError(f"virtual_length is {self.virtual_length:g}; it must be 1, or with ssmax more")
+            raise ValueError(
+                f"virtual_length is {self.virtual_length:g}; it must be 1, or with ssmax more"
+            )
         if self.hidden < 1:
-            raise ValueError(f"ffn_mult is {self.ffn_mult}; it must be positive and leave at least one hidden unit")
+            raise ValueError(
+                f"ffn_mult is {self.ffn_mult}; it must be positive and leave at least one hidden unit"
+            )
         for name in ("theta_alpha", "theta_beta", "theta_mu"):
-            if (got := len(getattr(self, name))) not in (1, self.n_head, self.n_layer * self.n_head):
+            if (got := len(getattr(self, name))) not in (
+                1,
+                self.n_head,
+                self.n_layer * self.n_head,
+            ):
                 some, every = self.n_head, self.n_layer * self.n_head
-                raise ValueError(f"{name} has {got} values; give 1, {some} (one per head) or {every} (and layer)")
+                raise ValueError(
+                    f"{name} has {got} values; give 1, {some} (one per head) or {every} (and layer)"
+                )
         if unknown := set(self.theta_learned) - {"alpha", "beta", "mu"}:
-            raise ValueError(f"theta_learned names {', '.join(sorted(unknown))}; it may hold alpha, beta and mu")
+            raise ValueError(
+                f"theta_learned names {', '.join(sorted(unknown))}; it may hold alpha, beta and mu"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -163,14 +200,19 @@ class GGDPrior(nn.Module):
         for name in ("alpha", "beta", "mu"):
             start = getattr(cfg, f"theta_{name}")
             starts = start * (cfg.n_layer * cfg.n_head // len(start))
-            value = torch.tensor(starts[layer * cfg.n_head :][: cfg.n_head], dtype=torch.float32)  # (H,)
+            value = torch.tensor(
+                starts[layer * cfg.n_head :][: cfg.n_head], dtype=torch.float32
+            )  # (H,)
             if name in cfg.theta_learned:
                 setattr(self, f"theta_{name}", nn.Parameter(value))
             else:  # a buffer is saved with the model, but it is no parameter: no gradient, and counts are right
                 self.register_buffer(f"theta_{name}", value)
 
     def forward(self, n: int) -> Tensor:
-        theta_alpha, theta_beta = self.theta_alpha[:, None].double(), self.theta_beta[:, None].double()  # (H, 1)
+        theta_alpha, theta_beta = (
+            self.theta_alpha[:, None].double(),
+            self.theta_beta[:, None].double(),
+        )  # (H, 1)
         mu = 2 * torch.sinh(self.theta_mu[:, None].double().clamp(-MAX_EXPONENT, MAX_EXPONENT))
         d = -torch.arange(n, device=mu.device, dtype=torch.float64)
         x = theta_alpha + theta_beta * torch.log((d - mu).abs() + EPSILON)  # (H, n)
@@ -228,7 +270,9 @@ class Layout(NamedTuple):
     n: Tensor  # (B or 1, T) int64: the number of keys that the query can see, itself included
     log_n: Tensor  # (B or 1, 1, T, 1) float32: its logarithm
     rotation: tuple[Tensor, Tensor] | None  # RoPE's cos and sin, (B, 1, T, D/2)
-    mask: Tensor | BlockMask | None  # which keys a query sees: from `visible`, for fused from `visible_blocks`
+    mask: (
+        Tensor | BlockMask | None
+    )  # which keys a query sees: from `visible`, for fused from `visible_blocks`
 
 
 def documents(idx: Tensor, eot: int) -> Tensor:
@@ -246,20 +290,26 @@ def positions_in_documents(doc_ids: Tensor) -> Tensor:
 def visible(T: int, doc_ids: Tensor | None, window: int | None, device: torch.device) -> Tensor:
     """Additive mask (B or 1, 1, T, T). -inf, since any finite "very negative" number is beaten by some legal score."""
     distance = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)  # i - j
-    seen = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance <= window))[None]
+    seen = (
+        (distance >= 0)[None] if window is None else ((distance >= 0) & (distance <= window))[None]
+    )
     if doc_ids is not None:
         seen = seen & (doc_ids[:, :, None] == doc_ids[:, None, :])
     return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -math.inf)[:, None]
 
 
-def visible_blocks(T: int, doc_ids: Tensor | None, window: int | None, device: torch.device) -> BlockMask:
+def visible_blocks(
+    T: int, doc_ids: Tensor | None, window: int | None, device: torch.device
+) -> BlockMask:
     """The same for `fused_attention`: which blocks of scores are computed at all, and which keys inside them."""
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ok = i >= j if window is None else (i >= j) & (i - j <= window)
         return ok if doc_ids is None else ok & (doc_ids[b, i] == doc_ids[b, j])
 
-    return create_block_mask(seen, None if doc_ids is None else len(doc_ids), None, T, T, device=device)
+    return create_block_mask(
+        seen, None if doc_ids is None else len(doc_ids), None, T, T, device=device
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,15 +333,26 @@ def toeplitz(vector: Tensor, rows: int | None = None) -> Tensor:
     return F.pad(vector.flip(-1), (0, (rows or T) - 1)).unfold(-1, T, 1).flip(-2)
 
 
-def log_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor) -> Tensor:
+def log_posterior(
+    scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor
+) -> Tensor:
     """Content scores (B, H, T, T) and log-prior (H, T, T), times row_scale (B, 1, T, 1): ln posterior + a constant."""
     if log_prior is not None:
-        scores = scores + log_prior if row_scale is None else torch.addcmul(scores, log_prior, row_scale)
-    return scores + mask  # last, so that no factor can turn a hidden key's -inf into NaN or a finite number
+        scores = (
+            scores + log_prior if row_scale is None else torch.addcmul(scores, log_prior, row_scale)
+        )
+    return (
+        scores + mask
+    )  # last, so that no factor can turn a hidden key's -inf into NaN or a finite number
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, layout: Layout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_prior: Tensor | None,
+    row_scale: Tensor | None,
+    layout: Layout,
 ) -> Tensor:
     """Posterior expectation of the values: q, k, v (B, H, T, D), q scaled; log_prior (H, T) by distance -> like q.
 
@@ -310,11 +371,18 @@ def reference_attention(
         return torch.cat(out, dim=2).to(v.dtype)
 
 
-compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compiled when it is first called
+compiled_flex_attention = torch.compile(
+    flex_attention, dynamic=False
+)  # compiled when it is first called
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, layout: Layout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_prior: Tensor | None,
+    row_scale: Tensor | None,
+    layout: Layout,
 ) -> Tensor:
     """The same function as one kernel (FlexAttention), for training on CUDA: there is no T x T tensor.
 
@@ -329,9 +397,14 @@ def fused_attention(
     softmax tell large scores apart, so from each row the largest prior that it sees is subtracted.
     """
     if log_prior is not None:
-        own, neighbour = log_prior[:, :1], log_prior[:, :2].detach()[:, -1:]  # the neighbour of a single token: itself
+        own, neighbour = (
+            log_prior[:, :1],
+            log_prior[:, :2].detach()[:, -1:],
+        )  # the neighbour of a single token: itself
         far = DECISIVE + neighbour.abs()
-        log_prior = torch.cat((own.clamp(neighbour - far, neighbour + far), log_prior[:, 1:]), dim=1)
+        log_prior = torch.cat(
+            (own.clamp(neighbour - far, neighbour + far), log_prior[:, 1:]), dim=1
+        )
         top = log_prior.detach().cummax(1).values[:, layout.n.expand(len(q), -1) - 1]  # (H, B, T)
     log_n = None if row_scale is None else row_scale.expand(len(q), -1, -1, -1).flatten(1)  # (B, T)
 
@@ -346,12 +419,16 @@ def fused_attention(
     return compiled_flex_attention(q, k, v, score_mod=add_prior, block_mask=layout.mask, scale=1.0)
 
 
-def reference_posterior(scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor) -> Posterior:
+def reference_posterior(
+    scores: Tensor, log_prior: Tensor | None, row_scale: Tensor | None, mask: Tensor
+) -> Posterior:
     """The same scores, taken apart (Theorem 1). Arguments as in `log_posterior`."""
     content = (scores + mask).log_softmax(-1)
     prior = log_posterior(torch.zeros_like(scores), log_prior, row_scale, mask).log_softmax(-1)
     posterior = log_posterior(scores, log_prior, row_scale, mask).softmax(-1)
-    log_z = -torch.logsumexp(content + prior, dim=-1)  # from logarithms: the product of the two may underflow
+    log_z = -torch.logsumexp(
+        content + prior, dim=-1
+    )  # from logarithms: the product of the two may underflow
     return Posterior(prior.exp(), content.exp(), posterior, log_z)
 
 
@@ -387,7 +464,9 @@ class CausalSelfAttention(nn.Module):
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) -> q, k, v (B, H, T, D): rotated for RoPE; q times 1/sqrt(D), or s ln n / sqrt(D) with SSMax."""
         B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.cfg.n_head, self.cfg.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x).view(B, T, 3, self.cfg.n_head, self.cfg.head_dim).permute(2, 0, 3, 1, 4)
+        )
         if layout.rotation is not None:
             q, k = rotate(q, *layout.rotation), rotate(k, *layout.rotation)
         scale = layout.log_n * self.s[:, None, None] if self.cfg.ssmax else 1.0  # (B, H, T, 1)
@@ -406,10 +485,15 @@ class CausalSelfAttention(nn.Module):
 
     def posterior(self, x: Tensor, layout: Layout) -> Posterior:
         q, k, _ = self.project(x, layout)
-        prior, row_scale = self.log_prior(x.shape[1]), layout.log_n if self.prior_has_row_scale else None
+        prior, row_scale = (
+            self.log_prior(x.shape[1]),
+            layout.log_n if self.prior_has_row_scale else None,
+        )
         with torch.autocast(q.device.type, enabled=False):
             content = q.float() @ k.float().transpose(-2, -1)
-        return reference_posterior(content, None if prior is None else toeplitz(prior), row_scale, layout.mask)
+        return reference_posterior(
+            content, None if prior is None else toeplitz(prior), row_scale, layout.mask
+        )
 
 
 # The Transformer -----------------------------------------------------------------------------------------------------
@@ -445,8 +529,12 @@ class GPT(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        self.attention = "reference"  # or "fused": how training computes it; in eval mode it is the reference
-        self.window: int | None = None  # hide keys further away than this; with RoPE the paper's Local RoPE
+        self.attention = (
+            "reference"  # or "fused": how training computes it; in eval mode it is the reference
+        )
+        self.window: int | None = (
+            None  # hide keys further away than this; with RoPE the paper's Local RoPE
+        )
         self.embedding = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.n_embd, eps=1e-5)
@@ -475,9 +563,13 @@ class GPT(nn.Module):
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """Token ids and their positions, (B, T) each (positions may be (1, T)) -> (B, T, C)."""
         x = self.embedding(idx)
-        return x + sinusoidal_table(positions, self.cfg.n_embd) if self.cfg.pe == "sinusoidal" else x
+        return (
+            x + sinusoidal_table(positions, self.cfg.n_embd) if self.cfg.pe == "sinusoidal" else x
+        )
 
-    def layout(self, positions: Tensor, mask: Tensor | None = None, log_virtual: Tensor | None = None) -> Layout:
+    def layout(
+        self, positions: Tensor, mask: Tensor | None = None, log_virtual: Tensor | None = None
+    ) -> Layout:
         """ln n, RoPE's angles and the mask for queries at `positions` (B or 1, T), counted inside their document."""
         n = positions + 1 if self.window is None else (positions + 1).clamp(max=self.window + 1)
         rotation = None
@@ -489,9 +581,15 @@ class GPT(nn.Module):
             log_n = log_n + log_virtual[:, None]
         return Layout(n, log_n[:, None, :, None], rotation, mask)
 
-    def prepare(self, idx: Tensor, doc_ids: Tensor | None, log_virtual: Tensor | None) -> tuple[Tensor, Layout]:
+    def prepare(
+        self, idx: Tensor, doc_ids: Tensor | None, log_virtual: Tensor | None
+    ) -> tuple[Tensor, Layout]:
         T = idx.shape[1]
-        positions = torch.arange(T, device=idx.device)[None] if doc_ids is None else positions_in_documents(doc_ids)
+        positions = (
+            torch.arange(T, device=idx.device)[None]
+            if doc_ids is None
+            else positions_in_documents(doc_ids)
+        )
         make_mask = visible_blocks if self.attention == "fused" and self.training else visible
         mask = make_mask(T, doc_ids, self.window, idx.device)
         return self.embed(idx, positions), self.layout(positions, mask, log_virtual)
@@ -530,7 +628,10 @@ class GPT(nn.Module):
         pieces = list(zip(x.split(rows), targets.split(rows), strict=True))
         if len(pieces) == 1:
             return total(x, targets) / (targets != -100).sum()
-        losses = [recompute(total, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        losses = [
+            recompute(total, *piece, use_reentrant=False, preserve_rng_state=False)
+            for piece in pieces
+        ]
         return torch.stack(losses).sum() / (targets != -100).sum()
 
     @torch.no_grad()
@@ -538,7 +639,10 @@ class GPT(nn.Module):
         """Prior, content, posterior and ln Z of every layer for idx (B, T): quadratic memory, for short prompts."""
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None]
-        x, layout = self.embed(idx, positions), self.layout(positions, visible(T, None, self.window, idx.device))
+        x, layout = (
+            self.embed(idx, positions),
+            self.layout(positions, visible(T, None, self.window, idx.device)),
+        )
         found = []
         for block in self.blocks:
             found.append(block.attn.posterior(block.norm_attn(x), layout))
@@ -558,15 +662,32 @@ class GPT(nn.Module):
         groups = {"matrix": [], "norm": [], "theta": [], "s": []}
         for name, p in self.named_parameters():
             last = name.split(".")[-1]
-            kind = "theta" if "theta_" in last else "s" if last == "s" else "norm" if "norm" in name else "matrix"
+            kind = (
+                "theta"
+                if "theta_" in last
+                else "s"
+                if last == "s"
+                else "norm"
+                if "norm" in name
+                else "matrix"
+            )
             groups[kind].append(p)
         return groups
 
-    def optimizer_groups(self, lr: float, prior_lr: float, ssmax_lr: float, weight_decay: float) -> list[dict]:
+    def optimizer_groups(
+        self, lr: float, prior_lr: float, ssmax_lr: float, weight_decay: float
+    ) -> list[dict]:
         """Groups for a torch optimizer. Only matrices and embeddings decay; theta and s have their own rates."""
-        rates, decay = {"matrix": lr, "norm": lr, "theta": prior_lr, "s": ssmax_lr}, {"matrix": weight_decay}
+        rates, decay = (
+            {"matrix": lr, "norm": lr, "theta": prior_lr, "s": ssmax_lr},
+            {"matrix": weight_decay},
+        )
         groups = self.parameter_groups().items()
-        return [{"name": k, "params": p, "lr": rates[k], "weight_decay": decay.get(k, 0.0)} for k, p in groups if p]
+        return [
+            {"name": k, "params": p, "lr": rates[k], "weight_decay": decay.get(k, 0.0)}
+            for k, p in groups
+            if p
+        ]
 
     def flops_per_token(self, T: int) -> int:
         """Floating-point operations that training on one token of a window of T needs: the model's, no recomputation.

@@ -39,7 +39,8 @@ class Wording:
 
 WORDINGS = {
     "passkey": Wording(
-        "The pass key is {key}. Remember it. {key} is the pass key.", "What is the pass key? The pass key is"
+        "The pass key is {key}. Remember it. {key} is the pass key.",
+        "What is the pass key? The pass key is",
     ),
     # for models trained on exercises: no such sentence, and neither "secret" nor "number" is among them
     "reworded": Wording(
@@ -69,13 +70,21 @@ def prompt_text(key: int, wording: Wording, before: str = "", after: str = "") -
     return f"{before}{wording.needle.format(key=key)} {after} {wording.question} {key}"
 
 
-def shortest_prompt(enc: tiktoken.Encoding, key: int, wording: Wording, description: str = "") -> int:
+def shortest_prompt(
+    enc: tiktoken.Encoding, key: int, wording: Wording, description: str = ""
+) -> int:
     """Tokens of the prompt without filler, <|endoftext|> and answer included."""
     return len(encode_document(enc, prompt_text(key, wording, before=description)))
 
 
 def passkey_prompt(
-    enc: tiktoken.Encoding, length: int, depth: float, key: int, wording: Wording, filler: str, description: str = ""
+    enc: tiktoken.Encoding,
+    length: int,
+    depth: float,
+    key: int,
+    wording: Wording,
+    filler: str,
+    description: str = "",
 ) -> Prompt:
     """A prompt of exactly `length` tokens with <|endoftext|> and answer, the needle at `depth` (0 to 1) of the filler.
 
@@ -84,9 +93,13 @@ def passkey_prompt(
     """
     minimum = shortest_prompt(enc, key, wording, description)
     if length < minimum:
-        raise ValueError(f"a length of {length} tokens cannot hold the prompt; it needs at least {minimum}")
+        raise ValueError(
+            f"a length of {length} tokens cannot hold the prompt; it needs at least {minimum}"
+        )
     filler *= math.ceil(8 * length / len(filler))  # enough for eight characters a token
-    answer = len(enc.encode_ordinary(f"{wording.question} {key}")) - len(enc.encode_ordinary(wording.question))
+    answer = len(enc.encode_ordinary(f"{wording.question} {key}")) - len(
+        enc.encode_ordinary(wording.question)
+    )
 
     def build(chars: int, pad: str = "") -> Prompt:
         place = round(depth * chars)
@@ -94,14 +107,21 @@ def passkey_prompt(
         text = prompt_text(key, wording, description + filler[:cut], filler[cut:chars] + pad)
         return Prompt(encode_document(enc, text), answer, cut / max(1, chars))
 
-    low, high, chars = (0, minimum), None, length - minimum  # (characters, tokens) too few, too many, to try
+    low, high, chars = (
+        (0, minimum),
+        None,
+        length - minimum,
+    )  # (characters, tokens) too few, too many, to try
     while high is None or high[0] - low[0] > 1:
         prompt = build(chars)
         tokens = len(prompt.tokens)
         if tokens == length:
             return prompt
         low, high = ((chars, tokens), high) if tokens < length else (low, (chars, tokens))
-        (a, m), (b, n) = low, high or (2 * low[0] + 2, 2 * low[1] - minimum + 2)  # go on along the line through both
+        (a, m), (b, n) = (
+            low,
+            high or (2 * low[0] + 2, 2 * low[1] - minimum + 2),
+        )  # go on along the line through both
         chars = a + max(1, min(b - a - 1, round((length - m) * (b - a) / (n - m))))
         if chars > len(filler):
             break
@@ -134,15 +154,28 @@ EXERCISE_FRAMES = (
 )
 EXERCISE_PASSKEYS = 0.4  # share of the exercises that have the passkey's own wording
 EXERCISE_PAIRS = 0.4  # share of the exercise windows that hold two short ones, if they fit, instead of a long one
-EXERCISE_DIGITS = (3, 8)  # of the keys, from ... to; half of those in the passkey's own wording have its five
-HELD_OUT_WORDS = {"secret", "number", "vault", "opens", "opened"}  # in no name: eval_passkey.py's other wordings
+EXERCISE_DIGITS = (
+    3,
+    8,
+)  # of the keys, from ... to; half of those in the passkey's own wording have its five
+HELD_OUT_WORDS = {
+    "secret",
+    "number",
+    "vault",
+    "opens",
+    "opened",
+}  # in no name: eval_passkey.py's other wordings
 
 
-def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, words: list[str]) -> dict:
+def random_exercise(
+    rng: np.random.Generator, window: int, corpus_text: str, words: list[str]
+) -> dict:
     """Arguments of passkey_prompt but for the length: some have the passkey's own wording, the others ask for a name of
     two random words of the corpus; half have the passkey's own filler, the others are hidden in corpus text."""
     name = " ".join(words[rng.integers(len(words))] for _ in range(2))
-    wording = Wording(*(t.replace("{name}", name) for t in EXERCISE_FRAMES[rng.integers(len(EXERCISE_FRAMES))]))
+    wording = Wording(
+        *(t.replace("{name}", name) for t in EXERCISE_FRAMES[rng.integers(len(EXERCISE_FRAMES))])
+    )
     digits = int(rng.integers(EXERCISE_DIGITS[0], EXERCISE_DIGITS[1] + 1))
     if rng.random() < EXERCISE_PASSKEYS:
         wording, digits = WORDINGS["passkey"], 5 if rng.random() < 0.5 else digits
@@ -151,7 +184,9 @@ def random_exercise(rng: np.random.Generator, window: int, corpus_text: str, wor
         "depth": rng.random(),
         "key": int(rng.integers(10 ** (digits - 1), 10**digits)),
         "wording": wording,
-        "filler": FILLERS["passkey"] if rng.random() < 0.5 else corpus_text[begin : begin + 8 * window],
+        "filler": FILLERS["passkey"]
+        if rng.random() < 0.5
+        else corpus_text[begin : begin + 8 * window],
     }
 
 
@@ -159,11 +194,19 @@ def name_words(text: str) -> list[str]:
     """The words that names are made of: a text's lower-case English ones or, if they are the fewer, its words in any
     script. Of these the first 8 bytes, which are as short in tokens; without spaces, as in Chinese, of each clause."""
     plain, lower = set(re.findall(r"\b[a-z]{3,8}\b", text)), text.lower()
-    others = {ord(c): " " for c in set(lower) if unicodedata.category(c)[0] not in "LM"}  # no letters, no marks on them
-    runs = {run.encode()[:8].decode(errors="ignore") for run in lower.translate(others).split() if len(run) > 1}
+    others = {
+        ord(c): " " for c in set(lower) if unicodedata.category(c)[0] not in "LM"
+    }  # no letters, no marks on them
+    runs = {
+        run.encode()[:8].decode(errors="ignore")
+        for run in lower.translate(others).split()
+        if len(run) > 1
+    }
     words = (plain if 2 * len(plain) >= len(runs) else runs) - HELD_OUT_WORDS
     if not words:
-        raise ValueError("the text has no words, of which exercises make names; use --retrieval_fraction=0")
+        raise ValueError(
+            "the text has no words, of which exercises make names; use --retrieval_fraction=0"
+        )
     return sorted(words)
 
 
@@ -189,13 +232,19 @@ def exercise_windows(
             raise ValueError(
                 f"a window of {window} tokens cannot hold an exercise of {shortest}; set a larger --window"
             )
-        shares = rng.multinomial(room, [1 / len(chosen)] * len(chosen)).tolist()  # the room that is left, for filler
+        shares = rng.multinomial(
+            room, [1 / len(chosen)] * len(chosen)
+        ).tolist()  # the room that is left, for filler
         lengths = [shortest + share for (shortest, _), share in zip(chosen, shares, strict=True)]
-        prompts = [passkey_prompt(enc, n, **one) for n, (_, one) in zip(lengths, chosen, strict=True)]
+        prompts = [
+            passkey_prompt(enc, n, **one) for n, (_, one) in zip(lengths, chosen, strict=True)
+        ]
         yield [token for prompt in prompts for token in prompt.tokens]
 
 
-def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, window: int, fraction: float, seed: int) -> np.ndarray:
+def pack_windows(
+    corpus: np.ndarray, enc: tiktoken.Encoding, window: int, fraction: float, seed: int
+) -> np.ndarray:
     """Whole windows in random order: this fraction of them are exercises, the others cut the corpus in a row."""
     stretches = -(-len(corpus) // window)  # rounded up, so that the last tokens are in it
     exercises = round(stretches * fraction / (1 - fraction))
@@ -204,19 +253,32 @@ def pack_windows(corpus: np.ndarray, enc: tiktoken.Encoding, window: int, fracti
     rows[:stretches] = np.resize(corpus, (stretches, window))  # np.resize begins again at the end
     text = enc.decode(corpus.tolist()).replace(EOT, "\n\n")
     for i, ids in enumerate(exercise_windows(rng, exercises, window, enc, text), start=stretches):
-        assert len(ids) == window and ids[0] == enc.eot_token, f"got {len(ids)} ids from {ids[:1]}, expected {window}"
+        assert len(ids) == window and ids[0] == enc.eot_token, (
+            f"got {len(ids)} ids from {ids[:1]}, expected {window}"
+        )
         rows[i] = ids
     print(f"packed {stretches:,} windows of text and {exercises:,} retrieval exercises")
-    return np.append(rows[rng.permutation(len(rows))], np.uint16(enc.eot_token))  # the last window's last target
+    return np.append(
+        rows[rng.permutation(len(rows))], np.uint16(enc.eot_token)
+    )  # the last window's last target
 
 
 # ---- needles
 
 HAYSTACK = Path("data/pydocs/pydocs.txt")  # in the working folder, or else beside this program
-BUDGET = {"gpt2": 128, "bytes": 512}  # tokens generated for each prompt, a part of its length; RULER's is 128
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in an essay: RULER's, in whole percents
+BUDGET = {
+    "gpt2": 128,
+    "bytes": 512,
+}  # tokens generated for each prompt, a part of its length; RULER's is 128
+DEPTHS = [
+    round(100 * i / 39) / 100 for i in range(40)
+]  # of needles in an essay: RULER's, in whole percents
 SENTENCE = 300  # characters at most: a longer one is cut at a space
-JOINERS = {"noise": "\n", "essay": " ", "needles": "\n"}  # what stands between two units of a haystack
+JOINERS = {
+    "noise": "\n",
+    "essay": " ",
+    "needles": "\n",
+}  # what stands between two units of a haystack
 
 
 class Task(NamedTuple):
@@ -297,9 +359,13 @@ def read_essay(file: str) -> list[str]:
     if not (path := next((place for place in places if place.exists()), None)):
         command = "python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.85"  # the quick start's data
         looked = " nor ".join(dict.fromkeys(str(place.absolute()) for place in places))
-        raise ValueError(f"there is no {looked}; name a text with --haystack_file, or make the default one: {command}")
+        raise ValueError(
+            f"there is no {looked}; name a text with --haystack_file, or make the default one: {command}"
+        )
     parts = re.split(r"(?<=[.!?])\s+|\n\s*\n", read_text(path))
-    wrapped = (textwrap.wrap(" ".join(part.split()), SENTENCE, break_on_hyphens=False) for part in parts)
+    wrapped = (
+        textwrap.wrap(" ".join(part.split()), SENTENCE, break_on_hyphens=False) for part in parts
+    )
     return list(itertools.chain(*wrapped))
 
 
@@ -321,8 +387,13 @@ def draw_needles(task: Task, rng: random.Random, used: set[str]) -> tuple[list[N
     """The needles in reading order, and the keys that are asked; their keys and values join `used`."""
     keys = [draw(task.key, rng, used) for _ in range(task.keys)]
     told = rng.sample(keys * task.values, task.keys * task.values)
-    depths = sorted(rng.sample(DEPTHS, len(told)) if task.haystack == "essay" else [rng.random() for _ in told])
-    needles = [Needle(key, draw(task.value, rng, used), depth) for key, depth in zip(told, depths, strict=True)]
+    depths = sorted(
+        rng.sample(DEPTHS, len(told)) if task.haystack == "essay" else [rng.random() for _ in told]
+    )
+    needles = [
+        Needle(key, draw(task.value, rng, used), depth)
+        for key, depth in zip(told, depths, strict=True)
+    ]
     return needles, rng.sample(keys, task.queries)
 
 
@@ -336,7 +407,10 @@ def haystack(task: Task, rng: random.Random, used: set[str], essay: Sequence[str
         return itertools.repeat(NOISE)
     if task.haystack == "essay":
         return itertools.cycle(essay)
-    return (needle_text(task, *(draw(k, rng, set(used)) for k in (task.key, task.value))) for _ in itertools.count())
+    return (
+        needle_text(task, *(draw(k, rng, set(used)) for k in (task.key, task.value)))
+        for _ in itertools.count()
+    )
 
 
 def listed(names: list[str]) -> str:
@@ -344,19 +418,32 @@ def listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
 
 
-def build(task: Task, needles: list[Needle], asked: list[str], units: list[str], enc: tiktoken.Encoding) -> Sample:
+def build(
+    task: Task, needles: list[Needle], asked: list[str], units: list[str], enc: tiktoken.Encoding
+) -> Sample:
     """Hide the needles in these units and put the question behind them."""
     values = [needle.value for key in asked for needle in needles if needle.key == key]
     context = list(units)
     for needle in reversed(needles):  # from behind, so that the places before stay what they are
         context.insert(int(len(units) * needle.depth), needle_text(task, needle.key, needle.value))
-    words = {"kind": task.value[:-1], "query": listed(asked), "context": JOINERS[task.haystack].join(context)}
+    words = {
+        "kind": task.value[:-1],
+        "query": listed(asked),
+        "context": JOINERS[task.haystack].join(context),
+    }
     prompt, prefix = (text.format(**words) for text in (SINGULAR if len(values) == 1 else PLURAL))
-    return Sample(prompt, prefix, values, f" {listed(values)}", needles, encode_document(enc, prompt + prefix))
+    return Sample(
+        prompt, prefix, values, f" {listed(values)}", needles, encode_document(enc, prompt + prefix)
+    )
 
 
 def make_sample(
-    name: str, seed: int, index: int, length: int | None, enc: tiktoken.Encoding, essay: Sequence[str] = ()
+    name: str,
+    seed: int,
+    index: int,
+    length: int | None,
+    enc: tiktoken.Encoding,
+    essay: Sequence[str] = (),
 ) -> Sample:
     """Sample number `index` of a task, a pure function of its arguments; `essay` is what read_essay() returns.
 
@@ -383,8 +470,12 @@ def make_sample(
         return sample
     room, tokens = length - BUDGET[enc.name], len(sample.tokens)
     if tokens > room:
-        raise ValueError(f"{length:,} tokens cannot hold this {name}; it needs at least {tokens + BUDGET[enc.name]:,}")
-    while tokens <= room:  # count unit by unit to come near, then let the tokens of the whole text decide
+        raise ValueError(
+            f"{length:,} tokens cannot hold this {name}; it needs at least {tokens + BUDGET[enc.name]:,}"
+        )
+    while (
+        tokens <= room
+    ):  # count unit by unit to come near, then let the tokens of the whole text decide
         units.append(next(more))
         tokens += len(enc.encode_ordinary(JOINERS[task.haystack] + units[-1]))
     while len((sample := build(task, needles, asked, units, enc)).tokens) <= room:
@@ -395,6 +486,10 @@ def make_sample(
     return sample
 
 
-def shortest(name: str, seed: int, samples: int, enc: tiktoken.Encoding, essay: Sequence[str]) -> int:
+def shortest(
+    name: str, seed: int, samples: int, enc: tiktoken.Encoding, essay: Sequence[str]
+) -> int:
     """The least length in tokens, the answer's budget included, that holds all of a task's samples."""
-    return BUDGET[enc.name] + max(len(make_sample(name, seed, i, None, enc, essay).tokens) for i in range(samples))
+    return BUDGET[enc.name] + max(
+        len(make_sample(name, seed, i, None, enc, essay).tokens) for i in range(samples)
+    )

@@ -55,8 +55,20 @@ from streaming import KVCache, prefill
 Head = tuple[int, int]  # layer and head, from 0
 PARTS = {  # of a row; content is broad, so that it shows under a posterior that equals it
     "prior": {"linestyle": ":", "color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5},
-    "content": {"linestyle": "-", "color": "#56b4e9", "linewidth": 4, "marker": "o", "markersize": 9},
-    "posterior": {"linestyle": "-", "color": "black", "linewidth": 1, "marker": "D", "markersize": 4},
+    "content": {
+        "linestyle": "-",
+        "color": "#56b4e9",
+        "linewidth": 4,
+        "marker": "o",
+        "markersize": 9,
+    },
+    "posterior": {
+        "linestyle": "-",
+        "color": "black",
+        "linewidth": 1,
+        "marker": "D",
+        "markersize": 4,
+    },
 }
 BINS = 256  # runs of keys, in pictures of a whole context
 LAST_QUERIES = 16  # rows of a heat map
@@ -82,7 +94,9 @@ def marks(enc: tiktoken.Encoding, tokens: list[int], words: str) -> Tensor:
     text, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
     found, at = torch.zeros(len(tokens), dtype=torch.bool), text.find(wanted)
     if at < 0:
-        raise ValueError(f"needle {words!r} is not in the prompt; give words of it as they are written there")
+        raise ValueError(
+            f"needle {words!r} is not in the prompt; give words of it as they are written there"
+        )
     while at >= 0:
         after = at + len(wanted)
         found[np.searchsorted(ends, at, "right") : np.searchsorted(ends, after) + 1] = True
@@ -92,7 +106,9 @@ def marks(enc: tiktoken.Encoding, tokens: list[int], words: str) -> Tensor:
 
 def prompt_views(run: Run, file: str, needle: str) -> dict[int, list[View]]:
     """The user's own text, by its length. Raises ValueError or OSError for a file or a needle that cannot be used."""
-    ask = PasskeyConfig(filler=str(Path(file).resolve()))  # read as a filler is; resolved, it cannot be one's name
+    ask = PasskeyConfig(
+        filler=str(Path(file).resolve())
+    )  # read as a filler is; resolved, it cannot be one's name
     text = texts_for(run, ask).filler.rstrip("\n")  # an editor's last line break is no part of it
     tokens = encode_document(run.enc, text)
     return {len(tokens): [View(torch.tensor([tokens]), 1, marks(run.enc, tokens, needle))]}
@@ -100,12 +116,17 @@ def prompt_views(run: Run, file: str, needle: str) -> dict[int, list[View]]:
 
 def passkey_views(run: Run, ask: PasskeyConfig) -> dict[int, list[View]]:
     """The prompts of eval_passkey.py by length, shortest first. Raises ValueError for a length that is too short."""
-    default = [n for n in (2**k for k in range(8, 13)) if n >= run.trained] + [max(8192, run.trained)]
+    default = [n for n in (2**k for k in range(8, 13)) if n >= run.trained] + [
+        max(8192, run.trained)
+    ]
     views: dict[int, list[View]] = {}
     for length in sorted(set(ask.lengths)) or default:
         views[length] = []
         for prompt in make_prompts(run.enc, texts_for(run, ask), ask, length):
-            tokens, key = prompt.tokens[:-1], run.enc.decode(prompt.tokens[-prompt.answer :]).strip()
+            tokens, key = (
+                prompt.tokens[:-1],
+                run.enc.decode(prompt.tokens[-prompt.answer :]).strip(),
+            )
             needle = marks(run.enc, tokens, WORDINGS[ask.wording].needle.format(key=key))
             views[length].append(View(torch.tensor([tokens]), prompt.answer, needle))
     return views
@@ -118,7 +139,9 @@ def attention_inputs(model: GPT, idx: Tensor) -> list[Tensor]:
     """What the attention of every layer reads, (1, T, C) each, overheard while idx (1, T) streams through the model."""
     heard: list[list[Tensor]] = [[] for _ in model.blocks]
     hooks = [
-        block.norm_attn.register_forward_hook(lambda _module, _args, x, pieces=pieces: pieces.append(x))
+        block.norm_attn.register_forward_hook(
+            lambda _module, _args, x, pieces=pieces: pieces.append(x)
+        )
         for block, pieces in zip(model.blocks, heard, strict=True)
     ]
     try:
@@ -129,7 +152,9 @@ def attention_inputs(model: GPT, idx: Tensor) -> list[Tensor]:
     return [torch.cat(pieces, dim=1) for pieces in heard]
 
 
-def posterior_rows(attn: CausalSelfAttention, q: Tensor, k: Tensor, layout: Layout, rows: Tensor) -> Posterior:
+def posterior_rows(
+    attn: CausalSelfAttention, q: Tensor, k: Tensor, layout: Layout, rows: Tensor
+) -> Posterior:
     """Theorem 1 for the queries at the positions `rows` (R,) of q, k (1, H, T, D): (H, R, T) each, ln Z (H, R).
 
     The scores that the model computes, in float64: a float32 sum of content and a large log-prior is not exact enough
@@ -144,14 +169,18 @@ def posterior_rows(attn: CausalSelfAttention, q: Tensor, k: Tensor, layout: Layo
 
 
 @torch.no_grad()
-def look(model: GPT, idx: Tensor, rows: Tensor, keep: Callable[[Posterior], Tensor]) -> Iterator[Tensor]:
+def look(
+    model: GPT, idx: Tensor, rows: Tensor, keep: Callable[[Posterior], Tensor]
+) -> Iterator[Tensor]:
     """For each layer what keep (H, R, T) -> (H, R, ...) takes of these rows; a block of rows at a time."""
     device, T = model.embedding.weight.device, idx.shape[1]
     layout = model.layout(torch.arange(T, device=device)[None])
     parts = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
     for block, x in zip(model.blocks, attention_inputs(model, idx.to(device)), strict=True):
         q, k, _ = block.attn.project(x, layout)
-        yield torch.cat([keep(posterior_rows(block.attn, q, k, layout, part)).cpu() for part in parts], dim=1)
+        yield torch.cat(
+            [keep(posterior_rows(block.attn, q, k, layout, part)).cpu() for part in parts], dim=1
+        )
 
 
 def needle_mass(model: GPT, view: View) -> Tensor:
@@ -162,7 +191,9 @@ def needle_mass(model: GPT, view: View) -> Tensor:
     def on_needle(p: Posterior) -> Tensor:
         return torch.stack([part[..., needle].sum(-1) for part in p[:3]], dim=-1)  # (H, R, 3)
 
-    return torch.stack([mass.mean(1) for mass in look(model, view.idx, rows, on_needle)]).permute(2, 0, 1)
+    return torch.stack([mass.mean(1) for mass in look(model, view.idx, rows, on_needle)]).permute(
+        2, 0, 1
+    )
 
 
 def needle_masses(run: Run, views: dict[int, list[View]]) -> dict[int, Tensor]:
@@ -190,7 +221,9 @@ def has_prior(model: GPT) -> bool:
     return model.cfg.pe in ("ggd", "alibi")
 
 
-def panels(rows: int, columns: int, width: float, height: float, **sharing) -> tuple[Figure, np.ndarray]:
+def panels(
+    rows: int, columns: int, width: float, height: float, **sharing
+) -> tuple[Figure, np.ndarray]:
     """A grid of panels of this size in inches. A bare Figure needs no display and leaves no state behind."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
@@ -208,7 +241,12 @@ def head_grid(model: GPT, xlabel: str, ylabel: str) -> tuple[Figure, np.ndarray]
     """A panel a head, a row a layer. The margins, in inches, are fixed: to lay out 192 panels takes a minute."""
     layers, heads = model.cfg.n_layer, model.cfg.n_head
     width, height = 1.8 * heads + 1, 1.5 * layers + 1.4
-    margins = {"left": 0.9 / width, "right": 1 - 0.1 / width, "bottom": 0.6 / height, "top": 1 - 0.8 / height}
+    margins = {
+        "left": 0.9 / width,
+        "right": 1 - 0.1 / width,
+        "bottom": 0.6 / height,
+        "top": 1 - 0.8 / height,
+    }
     grid = margins | {"wspace": 0.08, "hspace": 0.3}
     figure = Figure(figsize=(width, height))
     axes = figure.subplots(layers, heads, squeeze=False, sharex=True, sharey=True, gridspec_kw=grid)
@@ -226,9 +264,15 @@ def spans(needle: Tensor) -> np.ndarray:
 
 def marked(axis: Axes, view: View) -> None:
     """An arrow above every place of the needle."""
-    place = {"xycoords": axis.get_xaxis_transform(), "textcoords": "offset points", "annotation_clip": False}
+    place = {
+        "xycoords": axis.get_xaxis_transform(),
+        "textcoords": "offset points",
+        "annotation_clip": False,
+    }
     for begin, end in spans(view.needle):
-        axis.annotate("", ((begin + end) / 2, 1.0), (0, 12), arrowprops={"arrowstyle": "-|>"}, **place)
+        axis.annotate(
+            "", ((begin + end) / 2, 1.0), (0, 12), arrowprops={"arrowstyle": "-|>"}, **place
+        )
 
 
 def binned(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -239,13 +283,17 @@ def binned(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def labels_of(enc: tiktoken.Encoding, tokens: Tensor) -> list[str]:
     """Tokens as axis labels, in characters that the font has, with visible spaces."""
-    texts = [enc.decode_single_token_bytes(token).decode("utf-8", "replace") for token in tokens.tolist()]
+    texts = [
+        enc.decode_single_token_bytes(token).decode("utf-8", "replace") for token in tokens.tolist()
+    ]
     return [ascii(text)[1:-1].replace(" ", "\u2423") for text in texts]
 
 
 def parts_of(model: GPT) -> list[tuple[int, str, dict[str, Any]]]:
     """Index, name and style of what there is to draw: without a prior, content and posterior."""
-    return [(i, name, dots) for i, (name, dots) in enumerate(PARTS.items()) if i or has_prior(model)]
+    return [
+        (i, name, dots) for i, (name, dots) in enumerate(PARTS.items()) if i or has_prior(model)
+    ]
 
 
 def prompt_title(run: Run, T: int, what: str) -> str:
@@ -263,13 +311,25 @@ def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[T
         for i, name, dots in parts_of(run.model):
             line = {key: dots[key] for key in ("linestyle", "color", "linewidth")}
             mass = p[-1, i, view.needle].sum()
-            whole.stairs(highest[i], edges, baseline=None, label=f"{name}:\n{mass:.2g} on the needle", **line)
+            whole.stairs(
+                highest[i], edges, baseline=None, label=f"{name}:\n{mass:.2g} on the needle", **line
+            )
             zoom.plot(near, p[-1, i, near].clamp(min=FLOOR), **line)
         marked(whole, view)
-        whole.set(yscale="log", ylim=(FLOOR, 2), ylabel="probability", xlabel="position of the key (tokens)")
+        whole.set(
+            yscale="log",
+            ylim=(FLOOR, 2),
+            ylabel="probability",
+            xlabel="position of the key (tokens)",
+        )
         title = f"head {layer}.{h}: ln Z = {log_z[layer][h, -1]:.2f} nats, ln n = {math.log(T):.2f}"
         whole.set_title(title, fontsize=9, pad=15)
-        zoom.legend(*whole.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        zoom.legend(
+            *whole.get_legend_handles_labels(),
+            fontsize=8,
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
         zoom.axvspan(begin - 0.5, min(end, near[-1] + 1) - 0.5, color="0.9")
         zoom.set_xticks(near, labels_of(run.enc, view.idx[0, near]), fontsize=6, parse_math=False)
         zoom.tick_params(axis="x", rotation=0 if run.saved["tokenizer"] == "bytes" else 90)
@@ -287,11 +347,15 @@ def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
         edges, highest = binned(p)
         for (i, name, _), axis in zip(drawn, line, strict=True):
             image = highest[:, i]
-            shown = axis.pcolormesh(edges, np.arange(rows + 1), image, norm=LogNorm(1e-5, 1), cmap="cividis")
+            shown = axis.pcolormesh(
+                edges, np.arange(rows + 1), image, norm=LogNorm(1e-5, 1), cmap="cividis"
+            )
             marked(axis, view)
             axis.set_title(f"head {layer}.{h}: {name}", fontsize=9, pad=15)
             axis.tick_params(axis="y", labelsize=7)
-    axes[0, 0].set_yticks(np.arange(rows) + 0.5, labels_of(run.enc, view.idx[0, -rows:]), parse_math=False)
+    axes[0, 0].set_yticks(
+        np.arange(rows) + 0.5, labels_of(run.enc, view.idx[0, -rows:]), parse_math=False
+    )
     axes[0, 0].invert_yaxis()
     figure.supxlabel("position of the key (tokens); the arrow points at the needle")
     figure.supylabel(f"token at the query (answer: the last {view.answers})")
@@ -305,11 +369,23 @@ def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> F
     figure, axes = head_grid(run.model, "position of the query (tokens)", "coupling, ln Z (nats)")
     for (layer, h), axis in np.ndenumerate(axes):
         axis.plot(places, log_z[layer][h], "k.", markersize=2, label="ln Z")
-        axis.plot(places, (places + 1).log(), color="#d55e00", linestyle="--", label="ln n, n keys in view")
+        axis.plot(
+            places,
+            (places + 1).log(),
+            color="#d55e00",
+            linestyle="--",
+            label="ln n, n keys in view",
+        )
         for begin, end in spans(view.needle):
             axis.axvline((begin + end) / 2, color="0.6", linewidth=1, zorder=0, label="needle")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles[:3], labels[:3], loc="upper center", ncols=3, title=f"{name_of(run.path)}, n = 1 prompt")
+    figure.legend(
+        handles[:3],
+        labels[:3],
+        loc="upper center",
+        ncols=3,
+        title=f"{name_of(run.path)}, n = 1 prompt",
+    )
     return figure
 
 
@@ -318,7 +394,9 @@ def needle_by_length(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> 
     figure, axes = panels(1, len(heads), 4.2, 3.6, sharey=True)
     for (layer, h), axis in zip(heads, axes[0], strict=True):
         for i, name, dots in parts_of(run.model):
-            y = torch.stack([mass[:, i, layer, h] for mass in masses.values()]).clamp(min=FLOOR)  # (lengths, prompts)
+            y = torch.stack([mass[:, i, layer, h] for mass in masses.values()]).clamp(
+                min=FLOOR
+            )  # (lengths, prompts)
             bars = torch.stack((y.mean(1) - y.amin(1), y.amax(1) - y.mean(1)))
             axis.errorbar(list(masses), y.mean(1), bars, capsize=5, label=name, **dots)
         axis.axvline(run.trained, color="0.6", linewidth=1, zorder=0)
@@ -335,10 +413,15 @@ def needle_by_length(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> 
 
 def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
     T = len(view.needle)
-    places, last = torch.linspace(0, T - 1, min(T, Z_QUERIES)).round().long(), torch.arange(max(0, T - LAST_QUERIES), T)
+    places, last = (
+        torch.linspace(0, T - 1, min(T, Z_QUERIES)).round().long(),
+        torch.arange(max(0, T - LAST_QUERIES), T),
+    )
     log_z = list(look(run.model, view.idx, places, lambda p: p.log_z))
     parts: dict[Head, Tensor] = dict.fromkeys(heads)
-    for layer, rows in enumerate(look(run.model, view.idx, last, lambda p: torch.stack(p[:3], dim=-2))):
+    for layer, rows in enumerate(
+        look(run.model, view.idx, last, lambda p: torch.stack(p[:3], dim=-2))
+    ):
         parts |= {head: rows[head[1]] for head in heads if head[0] == layer}
     save(prompt_curves(run, view, parts, log_z), folder, "prompt_curves.png")
     save(prompt_maps(run, view, parts), folder, "prompt_maps.png")
@@ -357,16 +440,22 @@ LINES = ("-", "--", "-.", ":", (0, (8, 3)), (0, (5, 2, 1, 2, 1, 2)))
 class PlotConfig:
     """What to draw. Raises ValueError, in one sentence, if it makes no sense."""
 
-    lengths: tuple[int, ...] = ()  # tokens of the passkey prompts; the longest is drawn; none given: 8192 and its
+    lengths: tuple[
+        int, ...
+    ] = ()  # tokens of the passkey prompts; the longest is drawn; none given: 8192 and its
     # halves down to the training length
     depths: int = 5  # prompts per length, the needle at equidistant depths; the middle one is drawn
     seed: int = 1  # draws the keys
     prompt: str = ""  # a text file to look at instead; what follows its last token is the answer
     needle: str = ""  # with prompt: the words of it to mark
-    heads: tuple[str, ...] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the most retrieving
+    heads: tuple[
+        str, ...
+    ] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the most retrieving
     show: int = 3  # how many heads are drawn if none is named
     readme: bool = False  # write the README's tables and pictures, and nothing else
-    theory_dir: str = "out/theory"  # folder for the theory; the pictures of a run go into its own folder, eval
+    theory_dir: str = (
+        "out/theory"  # folder for the theory; the pictures of a run go into its own folder, eval
+    )
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
@@ -374,7 +463,9 @@ class PlotConfig:
         if self.show < 1:
             raise ValueError(f"show is {self.show}; it must be at least 1")
         if bool(self.prompt) != bool(self.needle):
-            raise ValueError("prompt and needle go together: give a text file, and words of it to mark")
+            raise ValueError(
+                "prompt and needle go together: give a text file, and words of it to mark"
+            )
 
     def passkey(self) -> PasskeyConfig:
         return PasskeyConfig(lengths=self.lengths, depths=self.depths, seeds=(self.seed,))
@@ -424,14 +515,19 @@ def heads_table(model: GPT) -> list[dict[str, Any]]:
                 row["alpha"] = math.exp(exponent) if abs(exponent) < 700 else None
             beta = row.get("theta_beta", 1.0)
             row["class"] = class_of(priors[WIDTHS[0]][h], beta) if has_prior(model) else "uniform"
-            rows.append(row | {f"width_{n}": effective_width(prior[h]) for n, prior in priors.items()})
+            rows.append(
+                row | {f"width_{n}": effective_width(prior[h]) for n, prior in priors.items()}
+            )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text; theta_mu only where it is not 0."""
     names = [name for name in rows[0] if name != "theta_mu" or any(row[name] for row in rows)]
-    cells = [[f"{x:.4g}" if isinstance(x := row[name], float) else str(x) for name in names] for row in rows]
+    cells = [
+        [f"{x:.4g}" if isinstance(x := row[name], float) else str(x) for name in names]
+        for row in rows
+    ]
     return aligned([names, *cells]).replace("None", "   -")
 
 
@@ -440,24 +536,35 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def style(i: int, n: int, dots: int = 0) -> dict[str, Any]:
     """Curve i of n, told apart in grey too; a marker every `dots` points. The brightest yellow would fade on paper."""
-    marker = {"marker": STYLES[i % len(STYLES)][0], "markevery": dots, "markersize": 4} if dots else {}
-    return {"color": colormaps["cividis"](0.85 * i / max(1, n - 1)), "linestyle": LINES[i % len(LINES)]} | marker
+    marker = (
+        {"marker": STYLES[i % len(STYLES)][0], "markevery": dots, "markersize": 4} if dots else {}
+    )
+    return {
+        "color": colormaps["cividis"](0.85 * i / max(1, n - 1)),
+        "linestyle": LINES[i % len(LINES)],
+    } | marker
 
 
 def spaced(n: int) -> np.ndarray:
     """Distances 0 ... n - 1, dense enough for a curve on a linear and on a logarithmic axis."""
-    return np.unique(np.concatenate(([0], np.geomspace(1, n - 1, 300), np.linspace(0, n - 1, 300))).astype(int))
+    return np.unique(
+        np.concatenate(([0], np.geomspace(1, n - 1, 300), np.linspace(0, n - 1, 300))).astype(int)
+    )
 
 
 def distance_axis(axis: Axes, n: int, log: bool) -> None:
     if log:
-        axis.set_xscale("symlog", linthresh=1, linscale=0.3)  # logarithmic from 1 token on, with room for 0
+        axis.set_xscale(
+            "symlog", linthresh=1, linscale=0.3
+        )  # logarithmic from 1 token on, with room for 0
     axis.set(xlim=(0, n - 1), xlabel="distance (tokens)")
 
 
 def layer_of(pe: str, heads: int, ssmax: bool = False, **thetas) -> CausalSelfAttention:
     """An attention layer with these priors and s = 1, as a model has it."""
-    return CausalSelfAttention(ModelConfig(pe=pe, n_head=heads, n_embd=2 * heads, ssmax=ssmax, **thetas))
+    return CausalSelfAttention(
+        ModelConfig(pe=pe, n_head=heads, n_embd=2 * heads, ssmax=ssmax, **thetas)
+    )
 
 
 def ggd_priors(alpha: float, n: int, ssmax: bool = False) -> Tensor:
@@ -479,15 +586,25 @@ def theory_priors(n: int = 512) -> Figure:
             shape = (lambda b: b.softmax(-1)) if row > 1 else (lambda b: b - b.max())
             for i, (beta, b) in enumerate(zip(BETAS, ggd_priors(alpha, n), strict=True)):
                 axis.plot(x, shape(b)[x], label=f"$\\beta$ = {beta:g}", **style(i, len(BETAS)))
-            axis.plot(points, shape(slope)[points], "k^", fillstyle="none", label="ALiBi, slope 1/$\\alpha$")
+            axis.plot(
+                points,
+                shape(slope)[points],
+                "k^",
+                fillstyle="none",
+                label="ALiBi, slope 1/$\\alpha$",
+            )
             axis.plot(points, shape(nope)[points], "ko", fillstyle="none", label="NoPE")
             distance_axis(axis, n, log=row % 2 == 1)
             axis.set_title(f"$\\alpha$ = {alpha} tokens", fontsize=10)
             axis.set(ylim=(-10, 0.5), ylabel="log-prior below its maximum (nats)")
             if row > 1:
                 axis.set(yscale="log", ylim=(1e-5, 1.2), ylabel="prior p(distance)")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", handlelength=3.5)
-    figure.suptitle(f"Generalized Gaussian priors over the {n} keys that a query sees, without SSMax")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside right upper", handlelength=3.5
+    )
+    figure.suptitle(
+        f"Generalized Gaussian priors over the {n} keys that a query sees, without SSMax"
+    )
     return figure
 
 
@@ -500,10 +617,19 @@ def theory_ssmax(alpha: float = 16) -> Figure:
             mass = ggd_priors(alpha, n, ssmax).softmax(-1).cumsum(-1)
             x = np.unique(np.geomspace(1, n, 300).astype(int)) - 1
             for h, axis in enumerate(axes.flat):
-                axis.plot(x, mass[h, x], label=f"n = {n:,}, {name}", **style(i, 3, dots=25) | {"linestyle": line})
+                axis.plot(
+                    x,
+                    mass[h, x],
+                    label=f"n = {n:,}, {name}",
+                    **style(i, 3, dots=25) | {"linestyle": line},
+                )
     for beta, axis in zip(BETAS, axes.flat, strict=True):
         distance_axis(axis, lengths[-1], log=True)
-        axis.set(ylim=(-0.03, 1.03), ylabel="prior mass within the distance", title=f"$\\beta$ = {beta:g}")
+        axis.set(
+            ylim=(-0.03, 1.03),
+            ylabel="prior mass within the distance",
+            title=f"$\\beta$ = {beta:g}",
+        )
     axes[0, 0].legend(fontsize=7, loc="lower right", handlelength=4)
     figure.suptitle(f"SSMax multiplies the log-prior by s ln n ($\\alpha$ = {alpha:g} tokens)")
     return figure
@@ -516,10 +642,20 @@ def theory_fading() -> Figure:
     for name, line, scale in (("plain", "--", 1.0), ("SSMax, s = 1", "-", n.log())):
         for i, g in enumerate((0.5, 1.0, 2.0, 4.0)):
             weight = (scale * g - (n - 1).log()).sigmoid()
-            axes[0, 0].plot(n, weight, label=f"g = {g:g}, {name}", **style(i, 4, dots=25) | {"linestyle": line})
-    axes[0, 0].set(xscale="log", xlabel="keys in view, n (tokens)", ylabel="weight of the key", ylim=(-0.03, 1.03))
+            axes[0, 0].plot(
+                n, weight, label=f"g = {g:g}, {name}", **style(i, 4, dots=25) | {"linestyle": line}
+            )
+    axes[0, 0].set(
+        xscale="log",
+        xlabel="keys in view, n (tokens)",
+        ylabel="weight of the key",
+        ylim=(-0.03, 1.03),
+    )
     axes[0, 0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=4)
-    figure.suptitle("A key g nats above all others: attention fades with n; with SSMax only where g < 1/s", fontsize=10)
+    figure.suptitle(
+        "A key g nats above all others: attention fades with n; with SSMax only where g < 1/s",
+        fontsize=10,
+    )
     return figure
 
 
@@ -543,7 +679,9 @@ def learned_heads(rows: list[dict[str, Any]], n_layer: int) -> Figure:
     ):
         axis.axvspan(begin, end, color=grey, zorder=0, label=f"{name} ({where}): {count[name]}")
     axis.set(xlim=(left, right), xlabel="theta_beta (no unit)", ylabel="theta_alpha (no unit)")
-    turned = f"; hollow: s < 0, turned round; farthest: {count['farthest']}" * any(row.get("s", 1) < 0 for row in rows)
+    turned = f"; hollow: s < 0, turned round; farthest: {count['farthest']}" * any(
+        row.get("s", 1) < 0 for row in rows
+    )
     axis.set_title(f"n = {len(rows)} heads, counted by what they do{turned}", fontsize=10)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -556,24 +694,38 @@ def learned_priors(model: GPT) -> Figure:
         for n, line in zip(WIDTHS, ("--", "-"), strict=True):
             above, x = acting_prior(block.attn, n).log_softmax(-1) + math.log(n), spaced(n)
             for h, axis in enumerate(axes[layer]):
-                axis.plot(x, above[h, x].clamp(min=-30), f"k{line}", linewidth=1, label=f"n = {n:,} keys in view")
+                axis.plot(
+                    x,
+                    above[h, x].clamp(min=-30),
+                    f"k{line}",
+                    linewidth=1,
+                    label=f"n = {n:,} keys in view",
+                )
     distance_axis(axes[0, 0], WIDTHS[-1], log=True)
-    axes[0, 0].set(ylim=(-9.5, 9.5), xlabel="", xticks=(0, 10, 1000), xticklabels=("0", "10", "1,000"))
+    axes[0, 0].set(
+        ylim=(-9.5, 9.5), xlabel="", xticks=(0, 10, 1000), xticklabels=("0", "10", "1,000")
+    )
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2)
     return figure
 
 
 def learned_training(log: list[dict[str, Any]]) -> Figure | None:
     """theta and s of every head over the training steps; None if the log has none. theta_mu only where it is not 0."""
-    names = [name for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if log and name in log[0]]
-    curves = {name: np.array([record[name] for record in log]) for name in names}  # (records, layers, heads)
+    names = [
+        name for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if log and name in log[0]
+    ]
+    curves = {
+        name: np.array([record[name] for record in log]) for name in names
+    }  # (records, layers, heads)
     curves = {name: values for name, values in curves.items() if name != "theta_mu" or values.any()}
     if not curves:
         return None
     figure, axes = panels(1, len(curves), 4.5, 3.6)
     for axis, (name, values) in zip(axes[0], curves.items(), strict=True):
         for layer in range(values.shape[1]):
-            lines = axis.plot([r["step"] for r in log], values[:, layer], **style(layer, values.shape[1]))
+            lines = axis.plot(
+                [r["step"] for r in log], values[:, layer], **style(layer, values.shape[1])
+            )
             lines[0].set_label(f"layer {layer}")
         axis.set(xlabel="training step", ylabel=f"{name} (no unit), a line a head")
     axes[0, -1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
@@ -585,16 +737,26 @@ def learned_training(log: list[dict[str, Any]]) -> Figure | None:
 
 def named_heads(cfg: PlotConfig, model: GPT) -> list[Head]:
     """The heads that the user names. Raises ValueError for one that is not there."""
-    there = {f"{layer}.{h}": (layer, h) for layer in range(model.cfg.n_layer) for h in range(model.cfg.n_head)}
+    there = {
+        f"{layer}.{h}": (layer, h)
+        for layer in range(model.cfg.n_layer)
+        for h in range(model.cfg.n_head)
+    }
     if unknown := [name for name in cfg.heads if name not in there]:
         raise ValueError(f"no head {unknown[0]}; give layer.head, from 0.0 to {list(there)[-1]}")
     return [there[name] for name in dict.fromkeys(cfg.heads)]
 
 
-def load(path: str, cfg: PlotConfig, device: torch.device) -> tuple[Run, dict[int, list[View]], list[Head]]:
+def load(
+    path: str, cfg: PlotConfig, device: torch.device
+) -> tuple[Run, dict[int, list[View]], list[Head]]:
     """A run, its prompts by length, the heads named. Raises ValueError or OSError, in one sentence, if one is amiss."""
     run = load_run(path, device)
-    views = prompt_views(run, cfg.prompt, cfg.needle) if cfg.prompt else passkey_views(run, cfg.passkey())
+    views = (
+        prompt_views(run, cfg.prompt, cfg.needle)
+        if cfg.prompt
+        else passkey_views(run, cfg.passkey())
+    )
     return run, views, named_heads(cfg, run.model)
 
 
@@ -603,7 +765,9 @@ def draw_learned(run: Run, rows: list[dict[str, Any]], folder: Path) -> None:
     if has_prior(run.model):
         save(learned_priors(run.model), folder, "learned_priors.png")
     else:
-        print(f"{run.path}: {run.model.cfg.pe} adds no prior to the scores, so posterior = content and ln Z = ln n")
+        print(
+            f"{run.path}: {run.model.cfg.pe} adds no prior to the scores, so posterior = content and ln Z = ln n"
+        )
     if run.model.cfg.pe == "ggd":
         save(learned_heads(rows, run.model.cfg.n_layer), folder, "learned_heads.png")
     if figure := learned_training(read_records(folder.parent / "log.jsonl")):
@@ -622,14 +786,22 @@ def draw_run(path: str, cfg: PlotConfig, device: torch.device) -> None:
     draw_prompt(run, views[longest][len(views[longest]) // 2], heads, folder)
     if len(masses) > 1:
         save(needle_by_length(run, masses, heads), folder, "needle_mass.png")
-    for row, (layer, h) in zip(rows, np.ndindex(run.model.cfg.n_layer, run.model.cfg.n_head), strict=True):
-        row["needle"] = {n: mass[:, 2, layer, h].tolist() for n, mass in masses.items()}  # a number a prompt
+    for row, (layer, h) in zip(
+        rows, np.ndindex(run.model.cfg.n_layer, run.model.cfg.n_head), strict=True
+    ):
+        row["needle"] = {
+            n: mass[:, 2, layer, h].tolist() for n, mass in masses.items()
+        }  # a number a prompt
     n = len(masses[longest])
     record = {"metric": "priors", "n": n, "heads": rows, "config": asdict(cfg)}
     append_record(folder / "priors.jsonl", record | origin(run))
     print(table([row | {"needle": np.mean(row["needle"][longest])} for row in rows]))
-    print("width: the distance in tokens that holds 90% of the prior where 512 or 8,192 keys are in view")
-    print(f"needle: the mass of the posterior on it, mean over n = {n} prompts of {longest:,} tokens")
+    print(
+        "width: the distance in tokens that holds 90% of the prior where 512 or 8,192 keys are in view"
+    )
+    print(
+        f"needle: the mass of the posterior on it, mean over n = {n} prompts of {longest:,} tokens"
+    )
 
 
 def main() -> None:
@@ -645,7 +817,11 @@ def main() -> None:
         for path in runs:  # all that cannot work shows before the first picture
             load(path, cfg, torch.device("cpu"))
     if theory:
-        for name, draw in (("priors", theory_priors), ("ssmax", theory_ssmax), ("fading", theory_fading)):
+        for name, draw in (
+            ("priors", theory_priors),
+            ("ssmax", theory_ssmax),
+            ("fading", theory_fading),
+        ):
             save(draw(), Path(cfg.theory_dir), f"theory_{name}.png")
     for path in runs:
         draw_run(path, cfg, device)

@@ -61,15 +61,28 @@ from data import (
 # ---- pydocs
 
 # tests are no documentation; the others are not CPython's own, or are absent from some builds
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "_bundled"}
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "_bundled",
+}
 
 
 def pydocs_documents() -> Iterator[str]:
     """The language reference's topics, then for each file of the standard library its docstrings."""
     try:
-        topics = importlib.import_module("pydoc_data.topics").topics  # a module of data: nothing else runs
+        topics = importlib.import_module(
+            "pydoc_data.topics"
+        ).topics  # a module of data: nothing else runs
     except ImportError as error:
-        raise ValueError(f"{sys.executable} ships without pydoc_data.topics: use another Python") from error
+        raise ValueError(
+            f"{sys.executable} ships without pydoc_data.topics: use another Python"
+        ) from error
     for name in sorted(topics):
         yield topics[name]
     root = Path(sysconfig.get_path("stdlib"))
@@ -94,10 +107,20 @@ def docstrings(path: Path) -> list[str]:
 
 # ---- prepare_fineweb
 
-PAUSES = (5, 20, 80, 320)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
-ROWS = 1000  # of a parquet file in memory; the default, the size of its first group of rows, may be 0
+PAUSES = (
+    5,
+    20,
+    80,
+    320,
+)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
+ROWS = (
+    1000  # of a parquet file in memory; the default, the size of its first group of rows, may be 0
+)
 BATCH = 64  # documents that a worker tokenises at once
-TOKENS_PER_BYTE = {"gpt2": 0.34, "bytes": 1.6}  # of parquet: sample-10BT has 30.7 GB, 10.4e9 GPT-2 tokens
+TOKENS_PER_BYTE = {
+    "gpt2": 0.34,
+    "bytes": 1.6,
+}  # of parquet: sample-10BT has 30.7 GB, 10.4e9 GPT-2 tokens
 BAR = "{n_fmt} of {total_fmt} tokens, {rate_fmt}, {elapsed} so far, {remaining} left{postfix}"  # of tqdm
 
 # options that decide the shards' content
@@ -108,20 +131,32 @@ MEMORY_SETTINGS = (*SETTINGS, "files", "retrieval_fraction", "window", "seed")
 
 @dataclass
 class PrepareConfig:
-    source: Literal["hub", "pydocs", "files"] = "hub"  # where the text comes from: a data set of the Hugging Face hub,
+    source: Literal["hub", "pydocs", "files"] = (
+        "hub"  # where the text comes from: a data set of the Hugging Face hub,
+    )
     # this Python's documentation, or --files
     dataset: str = "HuggingFaceFW/fineweb"  # hub: its name, or a folder; .parquet or .jsonl with a column "text"
     subset: str = "sample-10BT"  # hub: the subset of the data set; empty: its default
     split: str = "train"  # hub: the split of the data set, validation is taken from it too
     max_tokens: int = 0  # hub: stop after so many tokens, validation included; 0: all
-    files: tuple[str, ...] = ()  # for source=files: .txt (one document each), .jsonl and .parquet (a column "text")
-    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # auto: gpt2 for the hub, otherwise bytes (no download)
+    files: tuple[
+        str, ...
+    ] = ()  # for source=files: .txt (one document each), .jsonl and .parquet (a column "text")
+    tokenizer: Literal["auto", "bytes", "gpt2"] = (
+        "auto"  # auto: gpt2 for the hub, otherwise bytes (no download)
+    )
     out_dir: str = "auto"  # where the shards go; its last part is the data set's name; auto: data/fineweb10B for the
     # hub, otherwise data/SOURCE
-    shard_tokens: int = 100_000_000  # tokens in a shard, at most; except from the hub, cut at a whole window
-    val_fraction: float = 0.05  # part of the tokens held out for validation, in whole documents; hub: the first ones,
+    shard_tokens: int = (
+        100_000_000  # tokens in a shard, at most; except from the hub, cut at a whole window
+    )
+    val_fraction: float = (
+        0.05  # part of the tokens held out for validation, in whole documents; hub: the first ones,
+    )
     # at most a shard
-    retrieval_fraction: float = 0.0  # part of the training windows that are retrieval exercises; not for the hub
+    retrieval_fraction: float = (
+        0.0  # part of the training windows that are retrieval exercises; not for the hub
+    )
     window: int = 256  # training length: exercises are packed for this block_size
     seed: int = 1  # chooses the validation documents, the exercises and the order of packed windows; not for the hub
     workers: int = 0  # processes that tokenise, without effect on the result; 0: one a CPU for the hub, otherwise 1
@@ -137,13 +172,29 @@ class PrepareConfig:
             self.workers = (os.cpu_count() or 1) if hub else 1
         clear = all(part not in Path(self.out_dir).resolve().name for part in ("train_", "val_"))
         rules = [
-            ("out_dir", clear, 'a last part without "train_" and "val_", by which train.py tells shards apart'),
-            ("files", bool(self.files) == (self.source == "files"), "file names with --source=files, and only then"),
+            (
+                "out_dir",
+                clear,
+                'a last part without "train_" and "val_", by which train.py tells shards apart',
+            ),
+            (
+                "files",
+                bool(self.files) == (self.source == "files"),
+                "file names with --source=files, and only then",
+            ),
             ("val_fraction", 0 < self.val_fraction < 1, "above 0, below 1"),
             ("retrieval_fraction", 0 <= self.retrieval_fraction <= 0.99, "0 to 0.99"),
-            ("retrieval_fraction", not (hub and self.retrieval_fraction), "0 unless --source is pydocs or files"),
+            (
+                "retrieval_fraction",
+                not (hub and self.retrieval_fraction),
+                "0 unless --source is pydocs or files",
+            ),
             ("window", self.window > 1, "2 tokens or more"),
-            ("shard_tokens", self.window < self.shard_tokens < 2**31 - 1, "more than a window, less than 2**31 - 1"),
+            (
+                "shard_tokens",
+                self.window < self.shard_tokens < 2**31 - 1,
+                "more than a window, less than 2**31 - 1",
+            ),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("max_tokens", hub or self.max_tokens == 0, "0 unless --source=hub"),
             ("seed", self.seed >= 0, "0 or more"),
@@ -186,13 +237,25 @@ def read_texts(file: str, skip: int) -> Iterator[str]:
         return
     import datasets  # slow, and most runs need no part of it
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become a sentence of ours
-    lines = file.endswith(".jsonl")  # as text, since Arrow's JSON reader gives up at a lone surrogate
-    kind, options = ("text", {}) if lines else ("parquet", {"columns": ["text"], "batch_size": ROWS})
-    rows = datasets.load_dataset(kind, data_files=glob.escape(file), split="train", streaming=True, **options)
+    datasets.logging.set_verbosity(
+        datasets.logging.CRITICAL
+    )  # its errors become a sentence of ours
+    lines = file.endswith(
+        ".jsonl"
+    )  # as text, since Arrow's JSON reader gives up at a lone surrogate
+    kind, options = (
+        ("text", {}) if lines else ("parquet", {"columns": ["text"], "batch_size": ROWS})
+    )
+    rows = datasets.load_dataset(
+        kind, data_files=glob.escape(file), split="train", streaming=True, **options
+    )
     for row in rows.skip(skip):
         # some editors begin a file with U+FEFF, a mark of its encoding
-        record = json.loads(row["text"].removeprefix("\ufeff").strip() or '{"text": ""}') if lines else row
+        record = (
+            json.loads(row["text"].removeprefix("\ufeff").strip() or '{"text": ""}')
+            if lines
+            else row
+        )
         text = record["text"] if isinstance(record, dict) and "text" in record else 0
         if not isinstance(text, str | None):
             columns = f", only: {', '.join(record)}" if isinstance(record, dict) else ""
@@ -212,10 +275,16 @@ def read_documents(files: list[str], start: Place) -> Iterator[tuple[Place, str]
             file, row = file + 1, 0
         except Exception as error:  # datasets, pyarrow and the HTTP libraries have their own kinds
             reason = str(error).partition("\n")[0] or type(error).__name__
-            network = "://" in files[file] and (isinstance(error, OSError) or not isinstance(error, ValueError))
+            network = "://" in files[file] and (
+                isinstance(error, OSError) or not isinstance(error, ValueError)
+            )
             if not network or tries == len(PAUSES):
-                raise ValueError(f"{files[file]} cannot be read at row {row:,}: {reason}") from error
-            tqdm.write(f"{files[file]}: {reason}; trying again in {PAUSES[tries]} s", file=sys.stderr)
+                raise ValueError(
+                    f"{files[file]} cannot be read at row {row:,}: {reason}"
+                ) from error
+            tqdm.write(
+                f"{files[file]}: {reason}; trying again in {PAUSES[tries]} s", file=sys.stderr
+            )
             time.sleep(PAUSES[tries])
             tries += 1
 
@@ -223,12 +292,18 @@ def read_documents(files: list[str], start: Place) -> Iterator[tuple[Place, str]
 # ---- documents to tokens
 
 
-def encode_batch(tokenizer: str, documents: list[tuple[Place, str]]) -> list[tuple[Place, np.ndarray]]:
+def encode_batch(
+    tokenizer: str, documents: list[tuple[Place, str]]
+) -> list[tuple[Place, np.ndarray]]:
     """uint16 ids of each document; none of a blank one."""
     enc = get_tokenizer(tokenizer)
-    assert enc.n_vocab <= 2**16, f"{tokenizer} has {enc.n_vocab:,} ids, more than uint16 can tell apart"
+    assert enc.n_vocab <= 2**16, (
+        f"{tokenizer} has {enc.n_vocab:,} ids, more than uint16 can tell apart"
+    )
     ids = (encode_document(enc, text) if text.strip() else [] for _, text in documents)
-    return [(place, np.array(i, dtype=np.uint16)) for (place, _), i in zip(documents, ids, strict=True)]
+    return [
+        (place, np.array(i, dtype=np.uint16)) for (place, _), i in zip(documents, ids, strict=True)
+    ]
 
 
 def start_worker() -> None:
@@ -238,7 +313,9 @@ def start_worker() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def tokenize(documents: Iterable[tuple[Place, str]], config: PrepareConfig) -> Iterator[tuple[Place, np.ndarray]]:
+def tokenize(
+    documents: Iterable[tuple[Place, str]], config: PrepareConfig
+) -> Iterator[tuple[Place, np.ndarray]]:
     """The ids of every document, in the documents' order whatever the number of workers."""
     documents = iter(documents)
     batches = iter(lambda: list(itertools.islice(documents, BATCH)), [])
@@ -256,7 +333,9 @@ def tokenize(documents: Iterable[tuple[Place, str]], config: PrepareConfig) -> I
         while waiting:
             yield from waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise ValueError("a worker process died; if memory was short, use fewer --workers") from error
+        raise ValueError(
+            "a worker process died; if memory was short, use fewer --workers"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -265,7 +344,9 @@ def with_progress(
     documents: Iterable[tuple[Place, np.ndarray]], done: int = 0, expected: int | None = None
 ) -> Iterator[tuple[Place, np.ndarray]]:
     """The same documents, and a line with tokens, tokens a second, gigabytes and time left."""
-    with tqdm(initial=done, total=expected, unit=" tokens", unit_scale=True, mininterval=1, bar_format=BAR) as bar:
+    with tqdm(
+        initial=done, total=expected, unit=" tokens", unit_scale=True, mininterval=1, bar_format=BAR
+    ) as bar:
         for place, ids in documents:
             yield place, ids
             bar.set_postfix_str(f"{2 * bar.n / 1e9:.2f} GB", refresh=False)
@@ -299,15 +380,25 @@ def drop_shards(folder: Path, plan: dict, names: list[str]) -> None:
 
 def settings_of(config: PrepareConfig) -> dict:
     """What decides the shards' content, as it reads back from JSON; a file counts by its name and size."""
-    files = [f"{Path(name).name}, {Path(name).stat().st_size:,} bytes" for name in config.files if Path(name).is_file()]
+    files = [
+        f"{Path(name).name}, {Path(name).stat().st_size:,} bytes"
+        for name in config.files
+        if Path(name).is_file()
+    ]
     values = asdict(config) | {"files": files}
-    return {key: values[key] for key in (HUB_SETTINGS if config.source == "hub" else MEMORY_SETTINGS)}
+    return {
+        key: values[key] for key in (HUB_SETTINGS if config.source == "hub" else MEMORY_SETTINGS)
+    }
 
 
 def changes(there: dict, config: PrepareConfig) -> list[str]:
     """How the settings of a data set differ from those of a config."""
     wanted = settings_of(config)
-    return [f"{key}={there.get(key)} (expected {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
+    return [
+        f"{key}={there.get(key)} (expected {wanted[key]})"
+        for key in wanted
+        if there.get(key) != wanted[key]
+    ]
 
 
 def earlier_run(config: PrepareConfig) -> dict:
@@ -321,11 +412,15 @@ def earlier_run(config: PrepareConfig) -> dict:
     if not notes or not notes.get("shards", True):  # without a shard nothing would be lost
         return {}
     if changed := changes(notes.get("settings", {}), config):
-        raise ValueError(f"{folder} was prepared with {', '.join(changed)}: choose another --out_dir or delete it")
+        raise ValueError(
+            f"{folder} was prepared with {', '.join(changed)}: choose another --out_dir or delete it"
+        )
     return notes
 
 
-def write_shards(config: PrepareConfig, plan: dict, pieces: Iterable[tuple[np.ndarray, Place | None]]) -> None:
+def write_shards(
+    config: PrepareConfig, plan: dict, pieces: Iterable[tuple[np.ndarray, Place | None]]
+) -> None:
     """Write each piece as a shard, then note it and the place behind it in the plan, which is kept as UNFINISHED."""
     folder, eot = Path(config.out_dir), get_tokenizer(config.tokenizer).eot_token
     for tokens, after in pieces:
@@ -333,7 +428,12 @@ def write_shards(config: PrepareConfig, plan: dict, pieces: Iterable[tuple[np.nd
         write_json(folder / UNFINISHED, plan)
         name = shard_name(folder, len(plan["shards"]))
         digest, documents = write_shard(folder / name, tokens), int((tokens == eot).sum())
-        plan["shards"][name] = {"tokens": len(tokens), "documents": documents, "sha256": digest, "next": after}
+        plan["shards"][name] = {
+            "tokens": len(tokens),
+            "documents": documents,
+            "sha256": digest,
+            "next": after,
+        }
         write_json(folder / UNFINISHED, plan)
 
 
@@ -367,7 +467,9 @@ def choose_validation(lengths: list[int], fraction: float, seed: int) -> set[int
         raise ValueError(f"{len(lengths)} document(s): none can be held out whole, add files")
     wanted, held, chosen = fraction * sum(lengths), 0, set()
     for i in np.random.default_rng([seed, 0]).permutation(len(lengths)).tolist():
-        if held < wanted and held + lengths[i] <= 2 * wanted:  # one huge document must not take the training part
+        if (
+            held < wanted and held + lengths[i] <= 2 * wanted
+        ):  # one huge document must not take the training part
             chosen.add(i)
             held += lengths[i]
     return chosen or {int(np.argmin(lengths))}
@@ -375,17 +477,25 @@ def choose_validation(lengths: list[int], fraction: float, seed: int) -> set[int
 
 def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarray, np.ndarray]:
     """Training and validation tokens, each at least one window and its last target."""
-    held = choose_validation([len(document) for document in documents], config.val_fraction, config.seed)
+    held = choose_validation(
+        [len(document) for document in documents], config.val_fraction, config.seed
+    )
     train = np.concatenate([document for i, document in enumerate(documents) if i not in held])
     val = np.concatenate([documents[i] for i in sorted(held)])
     for name, part in (("training", train), ("validation", val)):
         if len(part) <= config.window:
-            size = f"{len(part):,} tokens, less than a window of {config.window:,} and its last target"
-            raise ValueError(f"the {name} part has {size}: add text, or change --val_fraction or --window")
+            size = (
+                f"{len(part):,} tokens, less than a window of {config.window:,} and its last target"
+            )
+            raise ValueError(
+                f"the {name} part has {size}: add text, or change --val_fraction or --window"
+            )
     return train, val
 
 
-def training_shards(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig) -> list[np.ndarray]:
+def training_shards(
+    corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig
+) -> list[np.ndarray]:
     """The training tokens in pieces of shard_tokens, each cut at a whole window. The token behind a piece is in it too:
     (N - 1) // T windows are read of N tokens, since the last input needs a target."""
     if config.retrieval_fraction:
@@ -393,7 +503,9 @@ def training_shards(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareC
 
         corpus = pack_windows(corpus, enc, config.window, config.retrieval_fraction, config.seed)
     step = config.shard_tokens // config.window * config.window
-    return [corpus[at : at + step + 1] for at in range(0, max(1, len(corpus) - config.window), step)]
+    return [
+        corpus[at : at + step + 1] for at in range(0, max(1, len(corpus) - config.window), step)
+    ]
 
 
 def prepare_in_memory(config: PrepareConfig) -> dict:
@@ -408,7 +520,11 @@ def prepare_in_memory(config: PrepareConfig) -> dict:
     pieces = [val, *training_shards(corpus, enc, config)]
     refuse_strangers(folder, {shard_name(folder, i) for i in range(len(pieces))})
     check_disk(folder, sum(map(len, pieces)))
-    write_shards(config, plan := {"settings": settings_of(config), "shards": {}}, ((piece, None) for piece in pieces))
+    write_shards(
+        config,
+        plan := {"settings": settings_of(config), "shards": {}},
+        ((piece, None) for piece in pieces),
+    )
     if pydocs:
         with replacing(folder / "pydocs.txt") as file:
             file.write("\n\n".join(pydocs).encode("utf-8", "replace"))
@@ -419,14 +535,22 @@ def prepare_in_memory(config: PrepareConfig) -> dict:
 
 
 def cut_stream(
-    documents: Iterable[tuple[Place, np.ndarray]], start: Place, val_size: int, shard_tokens: int, left: int
+    documents: Iterable[tuple[Place, np.ndarray]],
+    start: Place,
+    val_size: int,
+    shard_tokens: int,
+    left: int,
 ) -> Iterator[tuple[np.ndarray, Place]]:
     """`left` tokens of the documents, from `start` on, in pieces of shard_tokens, each with the place behind it.
 
     val_size is the size of the first piece, the validation, or 0 if there is one already. It ends with a document, so
     that none is in both parts (unless that would cost half of it); training pieces may end inside a document.
     """
-    buffer, filled, size = np.empty(max(val_size, shard_tokens), np.uint16), 0, val_size or shard_tokens
+    buffer, filled, size = (
+        np.empty(max(val_size, shard_tokens), np.uint16),
+        0,
+        val_size or shard_tokens,
+    )
     for place, ids in documents:
         begin = start.offset if place[:2] == start[:2] else 0
         while begin < len(ids) and left:
@@ -459,17 +583,22 @@ def new_plan(config: PrepareConfig) -> dict:
         found = load_dataset_builder(config.dataset, config.subset or None).config.data_files or {}
         files = [str(file) for file in found.get(config.split, ())]
         sizes = [] if config.max_tokens else [fs.size(path) for fs, path in map(url_to_fs, files)]
-    except Exception as error:  # datasets, huggingface_hub and the HTTP libraries have their own kinds
+    except (
+        Exception
+    ) as error:  # datasets, huggingface_hub and the HTTP libraries have their own kinds
         advice = "check its name, --subset and the network, or use --source=pydocs, which needs no download"
         raise ValueError(f"{config.dataset} cannot be opened: {error}; {advice}") from error
     if not files:
-        raise ValueError(f"{config.dataset} has no split {config.split}, only: {', '.join(map(str, found))}")
+        raise ValueError(
+            f"{config.dataset} has no split {config.split}, only: {', '.join(map(str, found))}"
+        )
     if strange := [file for file in files if not file.endswith((".jsonl", ".parquet"))]:
         raise ValueError(f"{strange[0]} has an unknown suffix: expected .jsonl or .parquet")
     return {
         "settings": settings_of(config),
         "files": files,
-        "expected_tokens": config.max_tokens or round(sum(sizes) * TOKENS_PER_BYTE[config.tokenizer]),
+        "expected_tokens": config.max_tokens
+        or round(sum(sizes) * TOKENS_PER_BYTE[config.tokenizer]),
         "val_size": validation_size(config, config.max_tokens or sys.maxsize),
         "shards": {},
     }
@@ -480,8 +609,12 @@ def stream(config: PrepareConfig, plan: dict) -> None:
     shards, done = plan["shards"], total(plan, "tokens")
     start = Place(*list(shards.values())[-1]["next"]) if shards else Place(0, 0)
     left = (config.max_tokens or sys.maxsize) - done
-    documents = with_progress(tokenize(read_documents(plan["files"], start), config), done, plan["expected_tokens"])
-    pieces = cut_stream(documents, start, 0 if shards else plan["val_size"], config.shard_tokens, left)
+    documents = with_progress(
+        tokenize(read_documents(plan["files"], start), config), done, plan["expected_tokens"]
+    )
+    pieces = cut_stream(
+        documents, start, 0 if shards else plan["val_size"], config.shard_tokens, left
+    )
     try:
         write_shards(config, plan, pieces if left else ())
     except (ValueError, OSError) as error:
@@ -503,7 +636,9 @@ def prepare_hub(config: PrepareConfig, plan: dict) -> dict:
         raise ValueError(f"{config.dataset} has no text in its split {config.split}")
     fitting = validation_size(config, total(plan, "tokens"))
     if fitting < plan["val_size"]:  # only now it is known how small the data set is
-        print(f"{total(plan, 'tokens'):,} tokens in all: once more, with {fitting:,} of them for validation")
+        print(
+            f"{total(plan, 'tokens'):,} tokens in all: once more, with {fitting:,} of them for validation"
+        )
         drop_shards(folder, plan, list(plan["shards"]))
         plan["val_size"] = fitting
         stream(config, plan)
@@ -522,7 +657,9 @@ def prepare(config: PrepareConfig) -> None:
     configurator.check_folder(folder)
     meta = prepare_hub(config, notes) if config.source == "hub" else prepare_in_memory(config)
     sizes = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"
-    print(f"wrote {sizes} in {len(meta['shards'])} shards to {folder} in {time.perf_counter() - started:.1f} s")
+    print(
+        f"wrote {sizes} in {len(meta['shards'])} shards to {folder} in {time.perf_counter() - started:.1f} s"
+    )
 
 
 def main() -> None:

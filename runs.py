@@ -44,14 +44,18 @@ def load_checkpoint(path: str | Path) -> dict:
     """What a checkpoint file, or last.pt in a run's folder, holds; tensors and plain values, nothing is executed."""
     file = load_path(path)
     if not file.exists():
-        raise FileNotFoundError(f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py")
+        raise FileNotFoundError(
+            f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py"
+        )
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         saved["model"], saved["model_config"]["block_size"]
     except OSError:  # such as a folder of another user; user_errors() names the file
         raise
     except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
-        raise ValueError(f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py") from error
+        raise ValueError(
+            f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py"
+        ) from error
     return saved
 
 
@@ -59,19 +63,25 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[GP
     """The model of a checkpoint file, or of last.pt in a run folder, ready to evaluate, and all that was saved."""
     saved = load_checkpoint(path)
     try:
-        config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()}
+        config = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in saved["model_config"].items()
+        }
         model = GPT(ModelConfig(**config))
         model.load_state_dict(saved["model"])
     except Exception as error:  # a file may hold anything under these names
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} holds no model of this version of the program: {reason}") from error
+        raise ValueError(
+            f"{path} holds no model of this version of the program: {reason}"
+        ) from error
     return model.to(device).eval(), saved
 
 
 # ---- records
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
-PRETRAINED = Path(__file__).resolve().parent / "pretrained" / "ggd_bam_cpu"  # the model that comes with the program
+PRETRAINED = (
+    Path(__file__).resolve().parent / "pretrained" / "ggd_bam_cpu"
+)  # the model that comes with the program
 LONGEST = 2**24  # tokens: up to here a float32 distance is exact
 STYLES = list(
     zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True)
@@ -82,9 +92,13 @@ STYLES = list(
 class Changes:
     """What every evaluation can change about a trained model; the options of each begin with these."""
 
-    window_attention: int = 0  # hide keys further away than this many tokens (RoPE with the training length: the
+    window_attention: int = (
+        0  # hide keys further away than this many tokens (RoPE with the training length: the
+    )
     # paper's Local RoPE); 0: none
-    set: tuple[str, ...] = ()  # parameters of single heads, LAYER.HEAD.NAME=VALUE, counted from 0: theta_alpha,
+    set: tuple[
+        str, ...
+    ] = ()  # parameters of single heads, LAYER.HEAD.NAME=VALUE, counted from 0: theta_alpha,
     # theta_beta, theta_mu or s; such as 2.3.theta_beta=0,2.3.theta_alpha=0
 
     def __post_init__(self):
@@ -95,7 +109,9 @@ def check_range(name: str, least: int, *values: int) -> None:
     """ValueError unless all values of an option, in tokens or counts, lie from `least` to LONGEST."""
     for value in values:
         if not least <= value <= LONGEST:
-            raise ValueError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
+            raise ValueError(
+                f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}"
+            )
 
 
 class Run(NamedTuple):
@@ -125,7 +141,9 @@ def intervene(model: GPT, changes: Changes) -> None:
         except (ValueError, KeyError, IndexError) as error:
             heads = f"layers 0 to {model.cfg.n_layer - 1}, heads 0 to {model.cfg.n_head - 1}"
             names = ", ".join(model.head_values()) or "no parameter of single heads"
-            raise ValueError(f"set has {change}; the model has {heads} and {names}, as in 2.3.s=0.5") from error
+            raise ValueError(
+                f"set has {change}; the model has {heads} and {names}, as in 2.3.s=0.5"
+            ) from error
 
 
 def load_run(path: str, device: torch.device, changes: Changes | None = None) -> Run:
@@ -134,10 +152,14 @@ def load_run(path: str, device: torch.device, changes: Changes | None = None) ->
     if changes is not None:
         intervene(model, changes)
     if "tokenizer" not in saved:
-        raise ValueError(f"{path} does not name its tokenizer; give a checkpoint that train.py made")
+        raise ValueError(
+            f"{path} does not name its tokenizer; give a checkpoint that train.py made"
+        )
     enc = get_tokenizer(saved["tokenizer"])
     if enc.n_vocab > model.cfg.vocab_size:
-        raise ValueError(f"{path} has a vocabulary of {model.cfg.vocab_size}, its tokenizer one of {enc.n_vocab}")
+        raise ValueError(
+            f"{path} has a vocabulary of {model.cfg.vocab_size}, its tokenizer one of {enc.n_vocab}"
+        )
     check_folder(folder_of(path))
     return Run(path, model, saved, enc)
 
@@ -154,7 +176,9 @@ def name_of(path: str, among: Iterable[str] = ()) -> str:
     here, others = place_of(path), {place_of(p) for p in among} - {place_of(path)}
     least = 1 if here.is_dir() else 2
     sizes = range(least, len(here.parts))
-    size = next((k for k in sizes if all(p.parts[-k:] != here.parts[-k:] for p in others)), len(here.parts))
+    size = next(
+        (k for k in sizes if all(p.parts[-k:] != here.parts[-k:] for p in others)), len(here.parts)
+    )
     label = Path(*here.parts[-size:])
     return (label if here.is_dir() else label.with_suffix("")).as_posix()
 
@@ -235,10 +259,15 @@ def newest(records: Iterable[dict]) -> list[dict]:
 def finished(file: Path, like: dict) -> dict | None:
     """The newest record of a file that has all of these values, for --resume; values as JSON has them."""
     like = json.loads(json.dumps(like))
-    return next((r for r in reversed(read_records(file)) if all(r.get(k) == v for k, v in like.items())), None)
+    return next(
+        (r for r in reversed(read_records(file)) if all(r.get(k) == v for k, v in like.items())),
+        None,
+    )
 
 
-def collect(runs: list[str], evaluate: Callable[[str], Iterator[dict]]) -> tuple[dict[str, list[dict]], bool]:
+def collect(
+    runs: list[str], evaluate: Callable[[str], Iterator[dict]]
+) -> tuple[dict[str, list[dict]], bool]:
     """The records that evaluate(run) yields, for each run that has any, and whether Ctrl-C came before the end."""
     results: dict[str, list[dict]] = {}
     try:
@@ -246,7 +275,9 @@ def collect(runs: list[str], evaluate: Callable[[str], Iterator[dict]]) -> tuple
             for record in evaluate(run):
                 results.setdefault(run, []).append(record)
     except KeyboardInterrupt:
-        print("stopped; what was done is in the records, and the same command with --resume does the rest")
+        print(
+            "stopped; what was done is in the records, and the same command with --resume does the rest"
+        )
         return results, True
     return results, False
 
@@ -263,18 +294,24 @@ def aligned(rows: Iterable[Iterable[str]]) -> str:
     """Rows of cells -> a table with columns to the right, two spaces apart."""
     rows = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows
+    )
 
 
 def main() -> None:
     _, words = configurator.parse([], sys.argv[1:], __doc__, positional="runs")
     if len(words) != 2:
-        fail(f"got {len(words)} words, expected two: a run, and the folder of its copy without the optimizer")
+        fail(
+            f"got {len(words)} words, expected two: a run, and the folder of its copy without the optimizer"
+        )
     source, target = words[0], Path(words[1])
     with user_errors():
         saved = load_checkpoint(source)
         if (target / "last.pt").exists() and (target / "last.pt").samefile(load_path(source)):
-            raise ValueError(f"{target} is the run itself; name another folder, or its optimizer would be lost")
+            raise ValueError(
+                f"{target} is the run itself; name another folder, or its optimizer would be lost"
+            )
         target.mkdir(parents=True, exist_ok=True)
         kept = ("model", "model_config", "train_config", "tokenizer", "data", "step", "commit")
         save_checkpoint(target / "last.pt", {name: saved[name] for name in kept if name in saved})

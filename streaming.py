@@ -30,10 +30,20 @@ from torch import Tensor
 from model import GPT, LOSS_CHUNK, CausalSelfAttention, Layout, ModelConfig
 
 BLOCK = 256  # queries of a block, and keys of a block that is computed or skipped
-SKIP_TOLERANCE = 1e-8  # posterior mass that may be left out in all; half a unit of float32's last place is 6e-8
-CHUNK_TOKENS, TILE_SCORES = 2**11, 2**19  # CPU: tokens through a layer, and scores, at once; 2 MiB stay in its cache
-CUDA_CHUNK_TOKENS, CUDA_TILE_SCORES = 2**14, 2**26  # at most; fewer scores where little memory is free
-HIDDEN = torch.finfo(torch.float32).min  # finite, so that a row whose keys are all hidden in one tile is not NaN
+SKIP_TOLERANCE = (
+    1e-8  # posterior mass that may be left out in all; half a unit of float32's last place is 6e-8
+)
+CHUNK_TOKENS, TILE_SCORES = (
+    2**11,
+    2**19,
+)  # CPU: tokens through a layer, and scores, at once; 2 MiB stay in its cache
+CUDA_CHUNK_TOKENS, CUDA_TILE_SCORES = (
+    2**14,
+    2**26,
+)  # at most; fewer scores where little memory is free
+HIDDEN = torch.finfo(
+    torch.float32
+).min  # finite, so that a row whose keys are all hidden in one tile is not NaN
 
 
 def cache_bytes(cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
@@ -48,7 +58,11 @@ def cache_dtype(device: torch.device) -> torch.dtype:
 
 
 def require_memory(
-    cfg: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype | None = None
+    cfg: ModelConfig,
+    batch: int,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """ValueError if a device could not hold the cache even if it held nothing else."""
     if device.type == "cuda":
@@ -67,7 +81,9 @@ def require_memory(
 def block_maxima(values: Tensor) -> Tensor:
     """(H, n) -> (H, blocks): the largest of each BLOCK values, the last of which may be fewer."""
     H, n = values.shape
-    return F.pad(values, (0, -n % BLOCK), value=-torch.inf).reshape(H, -(-n // BLOCK), BLOCK).amax(-1)
+    return (
+        F.pad(values, (0, -n % BLOCK), value=-torch.inf).reshape(H, -(-n // BLOCK), BLOCK).amax(-1)
+    )
 
 
 class LayerCache:
@@ -78,16 +94,23 @@ class LayerCache:
         H, device = attn.cfg.n_head, attn.qkv.weight.device
         self.keys = torch.empty(batch, H, length, attn.cfg.head_dim, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
-        self.norms = torch.zeros(H, -(-length // BLOCK), device=device)  # the largest |k| of a block, over the batch
+        self.norms = torch.zeros(
+            H, -(-length // BLOCK), device=device
+        )  # the largest |k| of a block, over the batch
         prior = attn.log_prior(length)
-        prior = torch.zeros(1, length, device=device) if prior is None else prior  # (H or 1, length) by distance
+        prior = (
+            torch.zeros(1, length, device=device) if prior is None else prior
+        )  # (H or 1, length) by distance
         # from the farthest distance to 0, then the future
         self.reversed_prior = F.pad(prior.flip(-1), (0, BLOCK), value=-torch.inf).expand(H, -1)
         # the distances from a block of queries to the block of keys b + 1 before it are in the blocks b and b + 1
         peaks = block_maxima(prior)
         self.ceilings = torch.maximum(peaks[:, :-1], peaks[:, 1:]).expand(H, -1)
         self.prior_has_row_scale = attn.prior_has_row_scale
-        self.computed, self.visible = torch.zeros(H, dtype=torch.int64), 0  # blocks of keys, over blocks of queries
+        self.computed, self.visible = (
+            torch.zeros(H, dtype=torch.int64),
+            0,
+        )  # blocks of keys, over blocks of queries
 
     def append(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put k, v (B, H, T, D) at the places from `start` on. Norms are taken anew from the block `start` is in."""
@@ -100,7 +123,11 @@ class LayerCache:
         """A layer of `copies` rows for each of this one's, with its first `used` tokens and the same priors."""
         new, tensors = copy.copy(self), (self.keys, self.values)
         new.keys, new.values = (t.new_empty(copies * len(t), *t.shape[1:]) for t in tensors)
-        new.norms, new.computed, new.visible = torch.zeros_like(self.norms), torch.zeros_like(self.computed), 0
+        new.norms, new.computed, new.visible = (
+            torch.zeros_like(self.norms),
+            torch.zeros_like(self.computed),
+            0,
+        )
         new.append(0, *(t[:, :, :used].repeat_interleave(copies, dim=0) for t in tensors))
         return new
 
@@ -112,7 +139,14 @@ class KVCache:
     given: see `cache_dtype`. Raises ValueError if the device can never hold it.
     """
 
-    def __init__(self, model: GPT, batch: int, length: int, exact: bool = False, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        model: GPT,
+        batch: int,
+        length: int,
+        exact: bool = False,
+        dtype: torch.dtype | None = None,
+    ):
         device = model.embedding.weight.device
         dtype = dtype or cache_dtype(device)
         require_memory(model.cfg, batch, length, device, dtype)
@@ -122,9 +156,14 @@ class KVCache:
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+                device
+            )  # by torch, for reuse
             # a tile holds scores and weights, 4 bytes each; half of the memory stays
-            self.chunk_tokens, self.tile_scores = CUDA_CHUNK_TOKENS, min(CUDA_TILE_SCORES, free // 16)
+            self.chunk_tokens, self.tile_scores = (
+                CUDA_CHUNK_TOKENS,
+                min(CUDA_TILE_SCORES, free // 16),
+            )
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, to go on from there with others."""
@@ -136,15 +175,22 @@ class KVCache:
         """A copy with the same room and `batch` rows, a multiple of this cache's: row r is copied from row
         r * self.batch // batch. For texts that share a beginning, which is then computed once."""
         if batch % self.batch:
-            raise ValueError(f"a cache of {self.batch} rows cannot be forked to {batch}; take a multiple")
+            raise ValueError(
+                f"a cache of {self.batch} rows cannot be forked to {batch}; take a multiple"
+            )
         require_memory(self.cfg, batch, self.length, self.layers[0].keys.device, self.dtype)
         new = copy.copy(self)
-        new.batch, new.layers = batch, [layer.fork(batch // self.batch, self.used) for layer in self.layers]
+        new.batch, new.layers = (
+            batch,
+            [layer.fork(batch // self.batch, self.used) for layer in self.layers],
+        )
         return new
 
     def skipped(self) -> Tensor:
         """Share of the visible blocks of keys, over all blocks of queries so far, that were skipped: (layers, H)."""
-        return torch.stack([1 - layer.computed.double() / max(1, layer.visible) for layer in self.layers])
+        return torch.stack(
+            [1 - layer.computed.double() / max(1, layer.visible) for layer in self.layers]
+        )
 
 
 class Queries(NamedTuple):
@@ -156,7 +202,9 @@ class Queries(NamedTuple):
     window: int | None  # keys further away than this are hidden
 
 
-def prior_strip(reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int) -> Tensor:
+def prior_strip(
+    reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int
+) -> Tensor:
     """Log-prior of the queries stop - 1, stop - 2, ... (rows of them) by the keys begin ... end - 1, for some heads.
 
     reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf -> (h, rows, end - begin). Row r is
@@ -175,7 +223,11 @@ def attend_tile(
     Returns the expectation of the values (B, h, R, D) and the logarithm of the evidence (B, h, R, 1), from the largest
     weight w = e^(top - ln E), which is at least 1 / keys.
     """
-    q, keys, values = queries.q[:, heads], layer.keys[:, heads, begin:end], layer.values[:, heads, begin:end]
+    q, keys, values = (
+        queries.q[:, heads],
+        layer.keys[:, heads, begin:end],
+        layer.values[:, heads, begin:end],
+    )
     rows = q.shape[2]
     strip = prior_strip(layer.reversed_prior, heads, rows, begin, end, queries.stop)
     scores = (q @ keys.float().transpose(-2, -1)).addcmul_(strip, queries.scale)  # (B, h, R, S)
@@ -187,7 +239,9 @@ def attend_tile(
     return weights @ values.float(), top - weights.amax(-1, keepdim=True).log()
 
 
-def needed_blocks(queries: Queries, log_evidence: Tensor, norms: Tensor, ceilings: Tensor, exact: bool) -> Tensor:
+def needed_blocks(
+    queries: Queries, log_evidence: Tensor, norms: Tensor, ceilings: Tensor, exact: bool
+) -> Tensor:
     """Which far blocks of keys may matter to a block of queries: (H, blocks) bool.
 
     log_evidence (B, H, R, 1): ln E of the near keys, which are always computed; norms and ceilings (H, blocks): the
@@ -224,11 +278,21 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
     layer.visible += own + 1 - lowest
     if near == lowest:
         return y
-    ceilings = layer.ceilings[:, own - near : own - lowest].flip(-1)  # by block of keys, as the norms are
-    needed = needed_blocks(queries, log_evidence, layer.norms[:, lowest:near], ceilings, cache.exact)
-    copies = 0 if cache.dtype == torch.float32 else q.shape[3]  # of keys and values in float32, beside the scores
-    size = max(1, cache.tile_scores // (B * H * (rows + copies) * BLOCK))  # blocks of keys in a tile
-    tiles = F.pad(needed, (0, -needed.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1).cpu()  # (H, tiles)
+    ceilings = layer.ceilings[:, own - near : own - lowest].flip(
+        -1
+    )  # by block of keys, as the norms are
+    needed = needed_blocks(
+        queries, log_evidence, layer.norms[:, lowest:near], ceilings, cache.exact
+    )
+    copies = (
+        0 if cache.dtype == torch.float32 else q.shape[3]
+    )  # of keys and values in float32, beside the scores
+    size = max(
+        1, cache.tile_scores // (B * H * (rows + copies) * BLOCK)
+    )  # blocks of keys in a tile
+    tiles = (
+        F.pad(needed, (0, -needed.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1).cpu()
+    )  # (H, tiles)
     for tile in tiles.any(0).nonzero().flatten().tolist():
         first, last = lowest + tile * size, min(lowest + (tile + 1) * size, near)
         heads = tiles[:, tile].nonzero().flatten().tolist()
@@ -248,7 +312,11 @@ def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layo
     of keys do. Only a query that sees a single key has ln n = 0; its weight is 1 whatever the scale, and a scale just
     above 0 keeps its future at -inf, where 0 would make it NaN."""
     out, start = torch.empty_like(q), stop - q.shape[2]
-    scale = layout.log_n[0, 0].clamp(min=1e-30) if layer.prior_has_row_scale else torch.ones_like(layout.log_n[0, 0])
+    scale = (
+        layout.log_n[0, 0].clamp(min=1e-30)
+        if layer.prior_has_row_scale
+        else torch.ones_like(layout.log_n[0, 0])
+    )
     begin = start
     while begin < stop:
         end = min(stop, (begin // BLOCK + 1) * BLOCK)
@@ -269,7 +337,11 @@ def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tenso
         layer.append(start, k, v)
         if layer is cache.layers[-1]:
             last = slice(T - wanted, None)
-            x, q, layout = x[:, last], q[:, :, last], layout._replace(log_n=layout.log_n[:, :, last])
+            x, q, layout = (
+                x[:, last],
+                q[:, :, last],
+                layout._replace(log_n=layout.log_n[:, :, last]),
+            )
         x = x + block.attn.merge(attend(cache, layer, q, start + T, layout))
         x = x + block.mlp(block.norm_mlp(x))
     cache.used += T
@@ -280,13 +352,17 @@ def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tensor:
     """Append idx (B, T) to the cache, in chunks; returns the last block's last `wanted` outputs, (B, wanted, C)."""
     B, T = idx.shape
     if cache.batch != B or cache.used + T > cache.length:
-        raise ValueError(f"{B} x {cache.used} + {T} tokens do not fit a cache of {cache.batch} x {cache.length}")
+        raise ValueError(
+            f"{B} x {cache.used} + {T} tokens do not fit a cache of {cache.batch} x {cache.length}"
+        )
     if not 0 <= wanted <= T:
         raise ValueError(f"wanted is {wanted}; it must be between 0 and the {T} tokens given")
     outputs, step = [], max(1, cache.chunk_tokens // B)
     for begin in range(0, T, step):
         end = min(begin + step, T)
-        rows = max(0, min(end - (T - wanted), end - begin))  # how many of the wanted positions are in this chunk
+        rows = max(
+            0, min(end - (T - wanted), end - begin)
+        )  # how many of the wanted positions are in this chunk
         outputs.append(forward_chunk(model, idx[:, begin:end], cache, rows))
     return torch.cat(outputs, dim=1)
 
@@ -298,7 +374,9 @@ def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def score(model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None) -> tuple[Tensor, Tensor]:
+def score(
+    model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None
+) -> tuple[Tensor, Tensor]:
     """How likely are the last n_last tokens of idx (B, T), each given the true ones before it?
 
     Returns their log-probabilities in nats and the most likely token at each of these places, both (B, n_last). With a
@@ -307,7 +385,9 @@ def score(model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None) ->
     """
     B, T = idx.shape
     if not 1 <= n_last < T:
-        raise ValueError(f"n_last is {n_last}; it must be at least 1 and leave a token before it ({T} tokens given)")
+        raise ValueError(
+            f"n_last is {n_last}; it must be at least 1 and leave a token before it ({T} tokens given)"
+        )
     x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last)
     log_p, best, rows = [], [], max(1, LOSS_CHUNK // (B * model.cfg.padded_vocab))
     for part, target in zip(x.split(rows, 1), idx[:, -n_last:].split(rows, 1), strict=True):

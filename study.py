@@ -43,7 +43,14 @@ from train import DIVERGED, TrainConfig
 ROOT = Path(__file__).resolve().parent
 RATES = ("learning_rate", "prior_lr", "ssmax_lr")
 # the passkey test, but for what a part of the protocol changes about it
-PLAIN = {"seeds": [1, 2, 3], "depths": 20, "filler": "passkey", "wording": "passkey", "window_attention": 0, "set": []}
+PLAIN = {
+    "seeds": [1, 2, 3],
+    "depths": 20,
+    "filler": "passkey",
+    "wording": "passkey",
+    "window_attention": 0,
+    "set": [],
+}
 
 
 class Variant(NamedTuple):
@@ -55,7 +62,13 @@ class Variant(NamedTuple):
     base: str = ""  # the encoding whose rate it takes; none: its own is searched
 
 
-PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
+PES = {
+    "nope": "NoPE",
+    "sinusoidal": "sinusoidal",
+    "rope": "RoPE",
+    "alibi": "ALiBi",
+    "ggd": "GGD-BAM",
+}
 REAL = "--virtual_length=1 --ssmax_init=0.18"  # s: 1 / ln 256, about as sharp as plain softmax at the start
 VIRTUAL = "--ssmax=true --virtual_length=1000 --ssmax_init=0.12"
 FULL = f"--pe=ggd --ssmax=true {REAL}"  # the paper's method
@@ -79,7 +92,12 @@ VARIANTS |= {
             " --theta_beta=8,8,8,8,8,8,8,8,8,8,-1,-2",
         ),
         ("mu", "mu learned", 1, "--theta_learned=alpha,beta,mu"),
-        ("slopes", "ALiBi's slopes at the start", 1, "--theta_alpha=-1.386,-2.773,-4.159,-5.545 --theta_beta=1"),
+        (
+            "slopes",
+            "ALiBi's slopes at the start",
+            1,
+            "--theta_alpha=-1.386,-2.773,-4.159,-5.545 --theta_beta=1",
+        ),
         ("fixed", "theta stays 0", 1, "--theta_learned="),
     )
 }
@@ -99,7 +117,9 @@ class StudyConfig:
 
     def __post_init__(self):
         if unknown := set(self.variants) - set(VARIANTS):
-            raise ValueError(f"variants has {', '.join(sorted(unknown))}; it may hold {', '.join(VARIANTS)}")
+            raise ValueError(
+                f"variants has {', '.join(sorted(unknown))}; it may hold {', '.join(VARIANTS)}"
+            )
         for name in ("variants", "seeds", "rates"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -107,7 +127,9 @@ class StudyConfig:
         if min(*self.rates, self.workers) <= 0:
             raise ValueError("rates and workers must be above 0")
         if missing := {VARIANTS[name].base for name in self.variants} - {"", *self.variants}:
-            raise ValueError(f"these variants take the rate of {', '.join(sorted(missing))}; name it too")
+            raise ValueError(
+                f"these variants take the rate of {', '.join(sorted(missing))}; name it too"
+            )
 
 
 class Job(NamedTuple):
@@ -138,7 +160,9 @@ def call(cfg: StudyConfig, script: str, *words: object) -> int:
     if done.returncode == 130:  # Ctrl-C reaches the script too: it has saved its work
         sys.exit(130)
     if done.returncode not in (0, DIVERGED):
-        fail(f"{shlex.join(command)} ended with status {done.returncode}; start the study again to continue")
+        fail(
+            f"{shlex.join(command)} ended with status {done.returncode}; start the study again to continue"
+        )
     return done.returncode
 
 
@@ -168,8 +192,12 @@ def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
         step, (model, training) = saved["step"], parse(words)
         free = ("resume", "out_dir", "device")
         now = {k: v for k, v in asdict(training).items() if k not in free}
-        if saved["model_config"] != asdict(model) or any(saved["train_config"].get(k) != v for k, v in now.items()):
-            fail(f"{folder} holds a run of other options; move it away, or choose another --out_dir")
+        if saved["model_config"] != asdict(model) or any(
+            saved["train_config"].get(k) != v for k, v in now.items()
+        ):
+            fail(
+                f"{folder} holds a run of other options; move it away, or choose another --out_dir"
+            )
         if step >= base.max_steps and log and log[-1]["step"] == step:
             return True
     if not 0 < step < base.max_steps:  # nothing to continue
@@ -192,11 +220,25 @@ def evaluate(cfg: StudyConfig, job: Job, trained: int, first: bool) -> None:
     def passkey(multiples: Iterable[int], **options: object) -> dict[int, float]:
         """The share of keys found at each of these multiples of the training length."""
         config = PLAIN | options
-        words = [f"--{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in config.items()]
+        words = [
+            f"--{k}={','.join(map(str, v)) if isinstance(v, list) else v}"
+            for k, v in config.items()
+        ]
         lengths = {m: m * trained for m in multiples}
-        call(cfg, "eval_passkey.py", run, f"--lengths={','.join(map(str, lengths.values()))}", *words, "--resume")
+        call(
+            cfg,
+            "eval_passkey.py",
+            run,
+            f"--lengths={','.join(map(str, lengths.values()))}",
+            *words,
+            "--resume",
+        )
         found = read_records(run / "eval" / "passkey.jsonl")  # of all tests, the newest last
-        found = {r["length"]: r["correct"] / r["n"] for r in found if config.items() <= r["config"].items()}
+        found = {
+            r["length"]: r["correct"] / r["n"]
+            for r in found
+            if config.items() <= r["config"].items()
+        }
         return {m: found[length] for m, length in lengths.items()}
 
     def ladder(**options: object) -> dict[int, float]:
@@ -221,7 +263,9 @@ def evaluate(cfg: StudyConfig, job: Job, trained: int, first: bool) -> None:
             passkey((4096,), seeds=[1], depths=5)
     if retrieves and (far := far_heads(run)):
         passkey((16, 64), set=far)
-    contexts = ",".join(str(m * trained) for m in (1, 4, 16, 32))  # the longest held-out documents have 56x
+    contexts = ",".join(
+        str(m * trained) for m in (1, 4, 16, 32)
+    )  # the longest held-out documents have 56x
     call(cfg, "eval_downstream.py", run, f"--contexts={contexts}", "--resume")
     if first:
         tasks = "--tasks=niah_single_1,niah_single_2,niah_single_3"
@@ -232,7 +276,12 @@ def evaluate(cfg: StudyConfig, job: Job, trained: int, first: bool) -> None:
 def far_heads(run: Path) -> list[str]:
     """The anti-local heads of a run, as --set takes them, to make them uniform."""
     betas = load_model(run)[0].prior_values().get("theta_beta", [])
-    return [f"{i}.{h}.theta_beta=0" for i, layer in enumerate(betas) for h, beta in enumerate(layer) if beta < 0]
+    return [
+        f"{i}.{h}.theta_beta=0"
+        for i, layer in enumerate(betas)
+        for h, beta in enumerate(layer)
+        if beta < 0
+    ]
 
 
 def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
@@ -241,13 +290,21 @@ def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
     saved = load_checkpoint(folder)
     numbers = {name: end[name] for name in ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")}
     numbers |= {name: saved[name] for name in ("commit", "train_config", "model_config")}
-    numbers |= {name: end[name] for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if name in end}
+    numbers |= {
+        name: end[name] for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if name in end
+    }
     yield about | {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)} | numbers
     weights = fingerprint(load_model(folder)[0]) if chosen else None
     files = sorted((folder / "eval").glob("*.jsonl")) if chosen else ()
     found = [r for file in files for r in read_records(file)]
     for record in newest(r for r in found if r["weights"] == weights or r["config"].get("set")):
-        left_out = ("checkpoint", "model_config", "train_config", "step", "commit")  # the training's record has them
+        left_out = (
+            "checkpoint",
+            "model_config",
+            "train_config",
+            "step",
+            "commit",
+        )  # the training's record has them
         yield about | {k: v for k, v in record.items() if k not in left_out}
 
 
@@ -275,9 +332,15 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
         for place, seed in enumerate(cfg.seeds):
             names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
             own = [name for name in names if not VARIANTS[name].base]
-            tried = train_all([Job(n, r, seed) for n in own for r in ([rate[n]] if n in rate else cfg.rates)])
+            tried = train_all(
+                [Job(n, r, seed) for n in own for r in ([rate[n]] if n in rate else cfg.rates)]
+            )
             by_loss = sorted(tried, key=lambda job: final_loss(cfg, job))
-            best = [next(job for job in by_loss if job.variant == n) for n in own if n in {j.variant for j in tried}]
+            best = [
+                next(job for job in by_loss if job.variant == n)
+                for n in own
+                if n in {j.variant for j in tried}
+            ]
             rate |= {job.variant: job.rate for job in best}
             based = {n: VARIANTS[n].base for n in names if VARIANTS[n].base in rate}
             best += train_all([Job(n, rate[b], seed) for n, b in based.items()])
@@ -293,7 +356,9 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
 # ---- report
 
 SSMAX = {"": "", "_ssmax": ", SSMax"}
-LABELS = {f"{pe}{ending}": name + more for pe, name in PES.items() for ending, more in SSMAX.items()}
+LABELS = {
+    f"{pe}{ending}": name + more for pe, name in PES.items() for ending, more in SSMAX.items()
+}
 FULL_ROW = "ggd_ssmax"  # the paper's method, about which the ablations change something
 UNIFORM = "start_uniform"  # the same with theta = 0 at the start, as in the paper: an eleventh beside the encodings
 LABELS |= {UNIFORM: f"{LABELS[FULL_ROW]}, uniform start"}
@@ -348,7 +413,10 @@ def unchanged(record: dict) -> bool:
 def columns(cells: dict, rows: Iterable) -> list[tuple[str, int]]:
     """The tests and lengths that a table of these rows has, as columns in order."""
     rows, order = set(rows), list(TESTS)
-    return sorted({(test, n) for row, test, n in cells if row in rows}, key=lambda c: (order.index(c[0]), c[1]))
+    return sorted(
+        {(test, n) for row, test, n in cells if row in rows},
+        key=lambda c: (order.index(c[0]), c[1]),
+    )
 
 
 def multiple(n: int, trained: int) -> str:
@@ -390,7 +458,10 @@ def counted(found: list[dict]) -> str:
 
 def chosen(study: list[dict], variants: Iterable[str]) -> dict[str, list[dict]]:
     """The trainings at the chosen rate, by variant, of those that there are."""
-    found = {v: [r for r in study if r["metric"] == "training" and r["chosen"] and r["variant"] == v] for v in variants}
+    found = {
+        v: [r for r in study if r["metric"] == "training" and r["chosen"] and r["variant"] == v]
+        for v in variants
+    }
     return {variant: trainings for variant, trainings in found.items() if trainings}
 
 
@@ -401,7 +472,12 @@ def passkey_table(study: list[dict]) -> str:
     size = next(iter(trainings.values()))[0]["model_config"]["block_size"]
     rows = [["encoding", "seeds", "rate", "loss", *(test + multiple(n, size) for test, n in tests)]]
     for variant, found in trainings.items():
-        row = [LABELS[variant], len(found), f"x{found[0]['rate']:g}", spread([r["loss"] for r in found], 2)]
+        row = [
+            LABELS[variant],
+            len(found),
+            f"x{found[0]['rate']:g}",
+            spread([r["loss"] for r in found], 2),
+        ]
         rows.append(row + [percents(cells[variant, test, n]) for test, n in tests])
     return markdown(rows)
 
@@ -410,7 +486,9 @@ def ablation_table(study: list[dict]) -> str:
     """What the full method loses with one thing changed; first seed only."""
     first = min(r["seed"] for r in study)
     study = [r for r in study if r["seed"] == first]
-    labels = {FULL_ROW: "nothing changed"} | {variant: label for variant, (label, *_) in ABLATIONS.items()}
+    labels = {FULL_ROW: "nothing changed"} | {
+        variant: label for variant, (label, *_) in ABLATIONS.items()
+    }
     trainings, cells = chosen(study, labels), passkey_cells(study, "variant")
     tests = columns(cells, set(trainings) - {FULL_ROW})
     rows = [["changed", "loss", *(f"{test}{n:,}" for test, n in tests)]]
@@ -424,7 +502,12 @@ def perplexities(study: list[dict]) -> dict[str, dict[int, list[float]]]:
     """{variant: {context: perplexities, one a training seed}}, of the encodings."""
     points: dict = {variant: defaultdict(list) for variant in LABELS}
     for r in study:
-        if r["metric"] == "perplexity" and "context" in r["config"] and r["variant"] in LABELS and unchanged(r):
+        if (
+            r["metric"] == "perplexity"
+            and "context" in r["config"]
+            and r["variant"] in LABELS
+            and unchanged(r)
+        ):
             points[r["variant"]][r["config"]["context"]].append(r["perplexity"])
     return points
 
@@ -447,7 +530,10 @@ def ruler_table(study: list[dict]) -> str:
         cells = [[r for r in found if (r["variant"], r["length"]) == (variant, n)] for n in lengths]
         right = [spread([100 * r["tokens_right"] for r in cell]) for cell in cells]
         rows.append(
-            [LABELS[variant], *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True))]
+            [
+                LABELS[variant],
+                *(f"{percents(c)} / {t}" if c else "" for c, t in zip(cells, right, strict=True)),
+            ]
         )
     return markdown(rows)
 
@@ -474,14 +560,22 @@ def default_table(records: list[dict]) -> str:
     seeds = sorted({r["training seed"] for r in records})
     tests, size = columns(cells, seeds), records[0]["training_length"]
     rows = [["training seed", *(test + multiple(n, size) for test, n in tests)]]
-    rows.append(["n", *(max(r["n"] for seed in seeds for r in cells[seed, test, n]) for test, n in tests)])
-    return markdown(rows + [[seed, *(counted(cells[seed, test, n]) for test, n in tests)] for seed in seeds])
+    rows.append(
+        ["n", *(max(r["n"] for seed in seeds for r in cells[seed, test, n]) for test, n in tests)]
+    )
+    return markdown(
+        rows + [[seed, *(counted(cells[seed, test, n]) for test, n in tests)] for seed in seeds]
+    )
 
 
 def streaming_table(records: list[dict]) -> str:
     """Seconds, and MB above the loaded model, for one answer, by length and way of computing."""
     records = [r for r in records if "error" not in r]
-    ways = [way for way in ("plain", "dense", "exact", "skipping") if any(r["way"] == way for r in records)]
+    ways = [
+        way
+        for way in ("plain", "dense", "exact", "skipping")
+        if any(r["way"] == way for r in records)
+    ]
     found = {(r["way"], r["length"]): r for r in records}
     rows = [["tokens", *(f"seconds: {way}" for way in ways), *(f"MB: {way}" for way in ways)]]
     for n in sorted({r["length"] for r in records}):
@@ -500,11 +594,15 @@ def curves(axis: Axes, points: dict[str, dict[int, list[float]]]) -> None:
         if not values:
             continue
         x, y = zip(*sorted(values.items()), strict=True)
-        x = np.array(x) * 1.03 ** (i - len(points) / 2)  # so that dots at one length do not cover each other
+        x = np.array(x) * 1.03 ** (
+            i - len(points) / 2
+        )  # so that dots at one length do not cover each other
         plain = {"linestyle": "--", "fillstyle": "none"}
         style = {"linestyle": "-", "fillstyle": "full"} if "SSMax" in LABELS[variant] else plain
         color, marker = f"C{i // len(SSMAX)}", STYLES[i // len(SSMAX)][0]
-        axis.plot(x, [np.mean(v) for v in y], color=color, marker=marker, label=LABELS[variant], **style)
+        axis.plot(
+            x, [np.mean(v) for v in y], color=color, marker=marker, label=LABELS[variant], **style
+        )
         dots = np.repeat(x, [len(v) for v in y]), np.concatenate(y)
         axis.plot(*dots, linestyle="", color=color, marker=".", markersize=4, alpha=0.6)
 
@@ -561,13 +659,20 @@ def length_axis(axis: Axes, study: list[dict], label: str) -> None:
 
 
 def legend(figure: Figure) -> Figure:
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, handlelength=4)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside right center",
+        fontsize=8,
+        handlelength=4,
+    )
     return figure
 
 
 # README --------------------------------------------------------------------------------------------------------------
 
-SOURCES: dict[str, dict[str, Callable[[list[dict]], str]]] = {  # {file in results/: {table's name: its maker}}
+SOURCES: dict[
+    str, dict[str, Callable[[list[dict]], str]]
+] = {  # {file in results/: {table's name: its maker}}
     "study.jsonl": {
         "passkey_table": passkey_table,
         "rates_table": rates_table,
@@ -575,7 +680,10 @@ SOURCES: dict[str, dict[str, Callable[[list[dict]], str]]] = {  # {file in resul
         "ruler_table": ruler_table,
         "ablation_table": ablation_table,
     },
-    "study_long.jsonl": {"long_passkey_table": passkey_table, "long_perplexity_table": perplexity_table},
+    "study_long.jsonl": {
+        "long_passkey_table": passkey_table,
+        "long_perplexity_table": perplexity_table,
+    },
     "passkey_cpu.jsonl": {"default_table": default_table},
     "passkey_uniform_cpu.jsonl": {"uniform_table": default_table},
     "streaming_cpu.jsonl": {"streaming_table": streaming_table},

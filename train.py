@@ -28,15 +28,29 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data import UNFINISHED, Order, Windows, get_tokenizer, lock_folder, long_windows, read_meta, replacing, shard_files
+from data import (
+    UNFINISHED,
+    Order,
+    Windows,
+    get_tokenizer,
+    lock_folder,
+    long_windows,
+    read_meta,
+    replacing,
+    shard_files,
+)
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig, documents
 from prepare_fineweb import PrepareConfig, changes
 from runs import load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parent
-PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
-DIVERGED = 3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
+PATIENCE = (
+    10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
+)
+DIVERGED = (
+    3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
+)
 CONTEXTS = (1, 2, 4)  # validation also at these multiples of the training length
 VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 
@@ -46,7 +60,9 @@ class TrainConfig:
     """How to train. Raises ValueError, in one sentence, if it makes no sense."""
 
     data: str = "data/fineweb10B"  # folder of token shards
-    prepare: str = ""  # options with which prepare_fineweb.py is run first if that folder is not there
+    prepare: str = (
+        ""  # options with which prepare_fineweb.py is run first if that folder is not there
+    )
     out_dir: str = "out/run"  # folder of this run
     seed: int = 1  # of the initial weights and of the order of the windows
     batch_size: int = 32  # windows of block_size tokens per micro-step and process
@@ -61,35 +77,59 @@ class TrainConfig:
     beta1: float = 0.9  # optimizer: decay of the mean of the gradient
     beta2: float = 0.95  # optimizer: decay of the mean of its square
     weight_decay: float = 0.1  # of matrices and embeddings; norms, theta and s have none
-    shard_optimizer: bool = False  # each process of torchrun holds a part of the optimizer's state (ZeRO stage 1)
+    shard_optimizer: bool = (
+        False  # each process of torchrun holds a part of the optimizer's state (ZeRO stage 1)
+    )
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     log_interval: int = 10  # steps between log lines
     eval_interval: int = 500  # steps between validations and checkpoints
     eval_windows: int = 256  # validation windows of block_size tokens
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # autocast; the weights stay float32
+    )
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA
-    attention: Literal["auto", "reference", "fused"] = "auto"  # fused: one kernel without a T x T tensor, on CUDA with
+    attention: Literal["auto", "reference", "fused"] = (
+        "auto"  # fused: one kernel without a T x T tensor, on CUDA with
+    )
     # compile; reference: explicit scores, anywhere; auto: fused where it can be
     resume: bool = False  # continue the run in out_dir from its last.pt
 
     def __post_init__(self):
-        for name in ("batch_size", "tokens_per_step", "max_steps", "log_interval", "eval_interval", "eval_windows"):
+        for name in (
+            "batch_size",
+            "tokens_per_step",
+            "max_steps",
+            "log_interval",
+            "eval_interval",
+            "eval_windows",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("learning_rate", "prior_lr", "ssmax_lr", "warmup_steps", "weight_decay", "grad_clip"):
+        for name in (
+            "learning_rate",
+            "prior_lr",
+            "ssmax_lr",
+            "warmup_steps",
+            "weight_decay",
+            "grad_clip",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         for name, top in (("beta1", 1), ("beta2", 1), ("seed", 2**63)):
             if not 0 <= getattr(self, name) < top:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below {top}")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be at least 0 and below {top}"
+                )
         if not 0 <= self.min_lr_fraction <= 1:
             raise ValueError(f"min_lr_fraction is {self.min_lr_fraction}; it must be from 0 to 1")
         if not self.out_dir or not self.data:
             raise ValueError("data and out_dir must name folders")
 
 
-def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) -> tuple[Windows, Windows, dict]:
+def find_data(
+    cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes
+) -> tuple[Windows, Windows, dict]:
     """Training windows, validation windows and meta.json of a data folder, which is prepared first if it is missing."""
     folder = Path(cfg.data)
     with user_errors():
@@ -102,7 +142,9 @@ def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) ->
             fail(f"preparing {folder} did not succeed; see the message above")
     train, val = shard_files(folder, "train_*"), shard_files(folder, "val_*")
     if not train or not val:
-        fail(f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py")
+        fail(
+            f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py"
+        )
     with user_errors():
         meta = read_meta(folder)
         if meta is None:
@@ -123,22 +165,36 @@ def check_settings(cfg: TrainConfig, options: list[str], there: dict | None) -> 
         print(f"{cfg.data} does not say how it was prepared; taken for what prepare asks for")
         return
     gone = not all(Path(name).is_file() for name in wanted.files)
-    if changed := [change for change in changes(there, wanted) if not (gone and change.startswith("files="))]:
+    if changed := [
+        change for change in changes(there, wanted) if not (gone and change.startswith("files="))
+    ]:
         new = f"{cfg.data.rstrip('/')}_new"
-        make = f"python prepare_fineweb.py {cfg.prepare} --out_dir={new}, and train with --data={new}"
-        fail(f"{cfg.data} was prepared with {', '.join(changed)}; run {make}; or use it as it is, with --prepare=")
+        make = (
+            f"python prepare_fineweb.py {cfg.prepare} --out_dir={new}, and train with --data={new}"
+        )
+        fail(
+            f"{cfg.data} was prepared with {', '.join(changed)}; run {make}; or use it as it is, with --prepare="
+        )
 
 
-def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Windows, val: Windows) -> None:
+def check_data(
+    cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Windows, val: Windows
+) -> None:
     T, window, eot = model_cfg.block_size, meta["window"], meta["eot"]
     if window and window != T:
-        fail(f"{cfg.data} has exercises packed for windows of {window} tokens, block_size is {T}; prepare it again")
+        fail(
+            f"{cfg.data} has exercises packed for windows of {window} tokens, block_size is {T}; prepare it again"
+        )
     if eot >= model_cfg.vocab_size:
-        fail(f"{cfg.data} has token ids up to {eot}, vocab_size is {model_cfg.vocab_size}; set vocab_size to {eot + 1}")
+        fail(
+            f"{cfg.data} has token ids up to {eot}, vocab_size is {model_cfg.vocab_size}; set vocab_size to {eot + 1}"
+        )
     for name, windows in (("training", train), ("validation", val)):
         if not len(windows):
             tokens = sum(len(s) for s in windows.shards)
-            fail(f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size")
+            fail(
+                f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size"
+            )
     # all of the validation, which is small and read in full anyhow; training windows are checked as they are read
     if (highest := max(int(shard.max()) for shard in val.shards)) >= model_cfg.vocab_size:
         size = f"vocab_size is {model_cfg.vocab_size}; see prepare_fineweb.py --check {cfg.data}"
@@ -150,24 +206,42 @@ def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
     if step < cfg.warmup_steps:
         return (step + 1) / (cfg.warmup_steps + 1)
     progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
-    return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+    return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * 0.5 * (
+        1 + math.cos(math.pi * progress)
+    )
 
 
-def choose_device(cfg: TrainConfig, processes: Processes) -> tuple[torch.device, torch.dtype, bool, str]:
+def choose_device(
+    cfg: TrainConfig, processes: Processes
+) -> tuple[torch.device, torch.dtype, bool, str]:
     """Device, autocast type, whether to compile, and how to compute attention; prints what was chosen and why."""
     with user_errors():
         device, why = pick_device(cfg.device)
         if device.type == "cuda" and processes.world > 1:
-            device, why = torch.device("cuda", processes.local), f"one of {processes.world} processes"
+            device, why = (
+                torch.device("cuda", processes.local),
+                f"one of {processes.world} processes",
+            )
         dtype, reason = pick_dtype(cfg.dtype, device)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
-    lacking = "CUDA" if device.type != "cuda" else "" if compiled else "compile"  # what fused attention needs
+    lacking = (
+        "CUDA" if device.type != "cuda" else "" if compiled else "compile"
+    )  # what fused attention needs
     if lacking and cfg.attention == "fused":
-        fail(f"attention fused needs CUDA and compile, and {lacking} is missing; use --attention=reference")
-    attention, told = ("reference" if lacking else "fused", "auto") if cfg.attention == "auto" else (cfg.attention, "")
+        fail(
+            f"attention fused needs CUDA and compile, and {lacking} is missing; use --attention=reference"
+        )
+    attention, told = (
+        ("reference" if lacking else "fused", "auto")
+        if cfg.attention == "auto"
+        else (cfg.attention, "")
+    )
     because = (f"no {lacking}" if lacking else "CUDA and compile") if told else "as told"
     number = str(dtype).removeprefix("torch.")
-    print(f"device {device} ({why}), {number} ({reason}), compile {'on' if compiled else 'off'}", end=", ")
+    print(
+        f"device {device} ({why}), {number} ({reason}), compile {'on' if compiled else 'off'}",
+        end=", ",
+    )
     print(f"attention {attention} ({because})")
     return device, dtype, compiled, attention
 
@@ -208,18 +282,24 @@ class Validation:
         long = long_windows(val, eot, CONTEXTS[-1], max(1, count // CONTEXTS[-1]))
         self.long = None if long is None else torch.from_numpy(long)
         if self.long is None:
-            print(f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x")
+            print(
+                f"validation: no document is longer than {CONTEXTS[-1]} x {val.T} tokens, so no val_2x and val_4x"
+            )
 
     @torch.no_grad()
     def run(self, model: GPT, device: torch.device, autocast) -> dict[str, float]:
         model.eval()
         losses = {"val": self.mean(model, self.windows, self.T, device, autocast)}
         for c in CONTEXTS if self.long is not None else ():
-            losses[f"val_{c}x"] = self.mean(model, self.long[:, -c * self.T - 1 :], self.T // 2, device, autocast)
+            losses[f"val_{c}x"] = self.mean(
+                model, self.long[:, -c * self.T - 1 :], self.T // 2, device, autocast
+            )
         model.train()
         return losses
 
-    def mean(self, model: GPT, windows: Tensor, targets: int, device: torch.device, autocast) -> float:
+    def mean(
+        self, model: GPT, windows: Tensor, targets: int, device: torch.device, autocast
+    ) -> float:
         """Mean loss of the last `targets` tokens of every window; every process takes its share of the windows."""
         rows = max(1, self.batch * self.T // (windows.shape[1] - 1))
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -244,14 +324,22 @@ class Trainer:
         self.micro_steps, uneven = divmod(windows_per_step, cfg.batch_size * processes.world)
         if rest or uneven or not windows_per_step:
             unit = f"processes x batch_size x block_size = {processes.world * cfg.batch_size * self.T:,}"
-            fail(f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one of them")
+            fail(
+                f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one of them"
+            )
         if cfg.shard_optimizer and processes.world == 1:
-            fail("shard_optimizer needs several processes; start train.py with torchrun, or leave it out")
+            fail(
+                "shard_optimizer needs several processes; start train.py with torchrun, or leave it out"
+            )
         self.train, val, self.meta = find_data(cfg, model_cfg, processes)
         self.order = Order(len(self.train), windows_per_step, cfg.seed)
         self.device, self.dtype, compiled, attention = choose_device(cfg, processes)
-        self.autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        self.validation = Validation(val, self.meta["eot"], cfg.eval_windows, cfg.batch_size, processes)
+        self.autocast = torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype != torch.float32
+        )
+        self.validation = Validation(
+            val, self.meta["eot"], cfg.eval_windows, cfg.batch_size, processes
+        )
         torch.manual_seed(cfg.seed)
         self.model = GPT(model_cfg).to(self.device)
         self.model.attention = attention
@@ -262,15 +350,25 @@ class Trainer:
         self.kept: int | None = None  # the step of last.pt
         self.restore()
         self.run = self.compiled() if compiled else self.model
-        if processes.world > 1:  # around the compiled model, since a fused kernel does not allow to split its graph
-            self.run = DistributedDataParallel(self.run, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        if (
+            processes.world > 1
+        ):  # around the compiled model, since a fused kernel does not allow to split its graph
+            self.run = DistributedDataParallel(
+                self.run, forward_sync_buffers=False, gradient_as_bucket_view=True
+            )
 
     def windows(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """This process's windows of a step and the logarithms of their virtual lengths, a pair per micro-step."""
         indices = self.order.step(step, self.processes.rank, self.processes.world)
-        drawn = np.random.default_rng((self.cfg.seed, step, VIRTUAL)).random(self.order.per_step, dtype=np.float32)
-        drawn = drawn[self.processes.rank :: self.processes.world] * math.log(self.model.cfg.virtual_length)
-        return list(zip(np.split(indices, self.micro_steps), np.split(drawn, self.micro_steps), strict=True))
+        drawn = np.random.default_rng((self.cfg.seed, step, VIRTUAL)).random(
+            self.order.per_step, dtype=np.float32
+        )
+        drawn = drawn[self.processes.rank :: self.processes.world] * math.log(
+            self.model.cfg.virtual_length
+        )
+        return list(
+            zip(np.split(indices, self.micro_steps), np.split(drawn, self.micro_steps), strict=True)
+        )
 
     def compiled(self):
         """The compiled model, tried on the next batch: without a working compiler, better slowly than not at all."""
@@ -278,10 +376,14 @@ class Trainer:
         try:
             self.loss(run, *self.windows(self.step)[0]).backward()
         except torch.OutOfMemoryError:
-            fail(f"batch_size {self.cfg.batch_size} does not fit the memory of {self.device}; use a smaller one")
+            fail(
+                f"batch_size {self.cfg.batch_size} does not fit the memory of {self.device}; use a smaller one"
+            )
         except Exception as error:  # a compiler has many ways to fail
             reason = (str(error).splitlines() or [""])[0]
-            print(f"compiling failed ({type(error).__name__}: {reason}); going on uncompiled, with reference attention")
+            print(
+                f"compiling failed ({type(error).__name__}: {reason}); going on uncompiled, with reference attention"
+            )
             self.model.attention, run = "reference", self.model
         self.optimizer.zero_grad(set_to_none=True)
         return run
@@ -293,7 +395,9 @@ class Trainer:
             with user_errors():
                 return load_checkpoint(last)
         if any(self.out.glob("*.pt")):
-            fail(f"{self.out} already holds a run; --resume continues it, another --out_dir starts a new one")
+            fail(
+                f"{self.out} already holds a run; --resume continues it, another --out_dir starts a new one"
+            )
         with user_errors():
             check_folder(self.out)
         return None
@@ -307,14 +411,32 @@ class Trainer:
             return
         with user_errors():
             if self.saved["model_config"] != asdict(self.model.cfg):
-                raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
-            needed = {"optimizer", "scaler", "step", "best", "seconds", "skipped", "processes", "rng", "train_config"}
+                raise ValueError(
+                    f"{self.out} holds a run of another model; resume it with the options of its start"
+                )
+            needed = {
+                "optimizer",
+                "scaler",
+                "step",
+                "best",
+                "seconds",
+                "skipped",
+                "processes",
+                "rng",
+                "train_config",
+            }
             if missing := {name for name in (*needed, "tokenizer") if self.saved.get(name) is None}:
-                raise ValueError(f"{self.out} cannot be resumed: its last.pt has no {', '.join(sorted(missing))}")
+                raise ValueError(
+                    f"{self.out} cannot be resumed: its last.pt has no {', '.join(sorted(missing))}"
+                )
             if (tokenizer := self.saved["tokenizer"]) != self.meta["tokenizer"]:
-                raise ValueError(f"{self.out} was trained with tokenizer {tokenizer}, not {self.meta['tokenizer']}")
+                raise ValueError(
+                    f"{self.out} was trained with tokenizer {tokenizer}, not {self.meta['tokenizer']}"
+                )
         self.model.load_state_dict(self.saved["model"])
-        options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        options = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict(self.saved["optimizer"])
         for group, now in zip(self.optimizer.param_groups, options, strict=True):
             group.update(now)  # rates, decay and betas are those of this call
@@ -326,12 +448,18 @@ class Trainer:
         if self.processes.rank == 0:
             self.shorten_log()
         now, then = asdict(self.cfg), self.saved["train_config"]
-        changed = [f"{k} {then.get(k)} -> {now[k]}" for k in now if k != "resume" and now[k] != then.get(k)]
+        changed = [
+            f"{k} {then.get(k)} -> {now[k]}" for k in now if k != "resume" and now[k] != then.get(k)
+        ]
         if (world := self.saved["processes"]) != self.processes.world:
             changed.append(
                 f"processes {world} -> {self.processes.world} (the same windows in every step, added up anew)"
             )
-        print(f"resumed {self.out} at step {self.step}" + ", changed: " * bool(changed) + ", ".join(changed))
+        print(
+            f"resumed {self.out} at step {self.step}"
+            + ", changed: " * bool(changed)
+            + ", ".join(changed)
+        )
         self.saved = None
 
     def shorten_log(self) -> None:
@@ -339,7 +467,9 @@ class Trainer:
         log = self.out / "log.jsonl"
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
         step = re.compile(r'\{"step": (\d+),.*\}\n')
-        kept = [line for line in lines if (found := step.fullmatch(line)) and int(found[1]) <= self.step]
+        kept = [
+            line for line in lines if (found := step.fullmatch(line)) and int(found[1]) <= self.step
+        ]
         with replacing(log) as file:
             file.write("".join(kept).encode())
 
@@ -365,17 +495,27 @@ class Trainer:
         }
         save_checkpoint(self.out / name, state)
 
-    def loss(self, run: Callable[..., Tensor], indices: np.ndarray, log_virtual: np.ndarray) -> Tensor:
+    def loss(
+        self, run: Callable[..., Tensor], indices: np.ndarray, log_virtual: np.ndarray
+    ) -> Tensor:
         """Mean loss of one micro-step's windows; `run` is the model or its compiled form."""
         batch = torch.from_numpy(self.train.take(indices))
         if batch.max() >= self.model.cfg.vocab_size:
-            fail(f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}")
+            fail(
+                f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}"
+            )
         batch = batch.to(self.device)
         idx, targets = batch[:, :-1], batch[:, 1:].clone()
-        if self.meta["window"]:  # packed windows are shuffled: what follows the last token is of another text
+        if self.meta[
+            "window"
+        ]:  # packed windows are shuffled: what follows the last token is of another text
             targets[:, -1] = -100
         with self.autocast:
-            virtual = torch.from_numpy(log_virtual).to(self.device) if self.model.cfg.virtual_length > 1 else None
+            virtual = (
+                torch.from_numpy(log_virtual).to(self.device)
+                if self.model.cfg.virtual_length > 1
+                else None
+            )
             return run(idx, targets, documents(idx, self.meta["eot"]), virtual)
 
     def train_step(self) -> tuple[float, float]:
@@ -385,13 +525,19 @@ class Trainer:
             group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
         total = torch.zeros((), device=self.device)
         for i, (indices, log_virtual) in enumerate(self.windows(self.step)):
-            if self.processes.world > 1:  # read in the forward pass: only the last micro-step adds up over processes
+            if (
+                self.processes.world > 1
+            ):  # read in the forward pass: only the last micro-step adds up over processes
                 self.run.require_backward_grad_sync = i == self.micro_steps - 1
             loss = self.loss(self.run, indices, log_virtual) / self.micro_steps
             self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.scaler.unscale_(self.optimizer)  # before clipping, or the clip would see scaled gradients
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
+        self.scaler.unscale_(
+            self.optimizer
+        )  # before clipping, or the clip would see scaled gradients
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.cfg.grad_clip or math.inf
+        )
         numbers = self.processes.mean(total).item(), norm.item()
         finite = all(map(math.isfinite, numbers))
         if finite:
@@ -408,17 +554,27 @@ class Trainer:
         if finite:
             return
         self.skipped += 1
-        self.say(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all")
+        self.say(
+            f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all"
+        )
         if self.skipped_in_a_row == PATIENCE:
-            kept = f"{self.out / 'last.pt'} has step {self.kept}" if self.kept else "no checkpoint was written yet"
+            kept = (
+                f"{self.out / 'last.pt'} has step {self.kept}"
+                if self.kept
+                else "no checkpoint was written yet"
+            )
             fail(
-                f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates", DIVERGED
+                f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates",
+                DIVERGED,
             )
 
     def log(self, record: dict) -> None:
         if self.processes.rank:
             return
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        record = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         with open(self.out / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
@@ -426,11 +582,15 @@ class Trainer:
         """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
         losses = self.validation.run(self.model, self.device, self.autocast)
         if not math.isfinite(losses["val"]):
-            self.say(f"step {self.step}: the validation loss is {losses['val']}, so no checkpoint is written")
+            self.say(
+                f"step {self.step}: the validation loss is {losses['val']}, so no checkpoint is written"
+            )
             return losses
         if losses["val"] < self.best and not self.doubtful():
             self.best = losses["val"]
-            self.save("best.pt")  # first, so that a last.pt never speaks of a best.pt that was not written
+            self.save(
+                "best.pt"
+            )  # first, so that a last.pt never speaks of a best.pt that was not written
         self.save_last()
         return losses
 
@@ -449,8 +609,16 @@ class Trainer:
         """Tokens a second, the share of the device's peak that the model's own operations are, and memory in bytes."""
         rate = steps * self.cfg.tokens_per_step / max(seconds, 1e-9)  # a clock may not have moved
         peak = peak_flops(self.device, self.dtype)
-        mfu = rate * self.model.flops_per_token(self.T) / (peak * self.processes.world) if peak else None
-        return {"tokens_per_second": round(rate), "mfu": mfu, "peak_memory": peak_memory(self.device)}
+        mfu = (
+            rate * self.model.flops_per_token(self.T) / (peak * self.processes.world)
+            if peak
+            else None
+        )
+        return {
+            "tokens_per_second": round(rate),
+            "mfu": mfu,
+            "peak_memory": peak_memory(self.device),
+        }
 
     def told_to_stop(self) -> bool:
         """Has any process got a signal? All of them must answer alike, to stop after the same step."""
@@ -467,7 +635,9 @@ class Trainer:
             loss, norm = self.train_step()
             steps += 1
             self.seconds = before + time.perf_counter() - began
-            if told := self.told_to_stop():  # first of all, since who stops a run may not wait for a validation
+            if (
+                told := self.told_to_stop()
+            ):  # first of all, since who stops a run may not wait for a validation
                 self.save_last()
             validate = self.step % cfg.eval_interval == 0 or self.step == cfg.max_steps
             if not validate and not told and self.step % cfg.log_interval:
@@ -480,7 +650,9 @@ class Trainer:
             left = (time.perf_counter() - began) / (self.step - first) * (cfg.max_steps - self.step)
             self.say(log_line(record, cfg.max_steps, left))
         if told:
-            self.say(f"stopped at step {self.step}; {self.out / 'last.pt'} has step {self.kept}, --resume continues")
+            self.say(
+                f"stopped at step {self.step}; {self.out / 'last.pt'} has step {self.kept}, --resume continues"
+            )
         self.stop = told
 
     def interrupt(self, *_) -> None:
@@ -503,11 +675,15 @@ def log_line(record: dict, max_steps: int, seconds_left: float) -> str:
     parts += [f"MFU {100 * record['mfu']:.0f}%" if record["mfu"] else "MFU n/a"]
     parts += [f"{record['peak_memory'] / 1e9:.1f} GB"] if record["peak_memory"] else []
     hours, minutes = divmod(minutes, 60)
-    return " | ".join([*parts, f"{f'{hours}:{minutes:02d}' if hours else minutes}:{seconds:02d} left"])
+    return " | ".join(
+        [*parts, f"{f'{hours}:{minutes:02d}' if hours else minutes}:{seconds:02d} left"]
+    )
 
 
 def main() -> None:
-    (model_cfg, cfg), _ = configurator.parse([ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config")
+    (model_cfg, cfg), _ = configurator.parse(
+        [ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config"
+    )
     with user_errors():
         processes = Processes.join(cfg.device)
         if processes.rank == 0:
@@ -519,9 +695,17 @@ def main() -> None:
     if processes.rank == 0:
         with replacing(trainer.out / "config.json") as file:
             file.write(config.encode())
-    groups = {kind: sum(p.numel() for p in params) for kind, params in trainer.model.parameter_groups().items()}
-    print(f"{sum(groups.values()):,} parameters: " + ", ".join(f"{kind} {n:,}" for kind, n in groups.items()))
-    print(f"{len(trainer.train):,} windows of {trainer.T} tokens an epoch, {trainer.order.per_step} a step")
+    groups = {
+        kind: sum(p.numel() for p in params)
+        for kind, params in trainer.model.parameter_groups().items()
+    }
+    print(
+        f"{sum(groups.values()):,} parameters: "
+        + ", ".join(f"{kind} {n:,}" for kind, n in groups.items())
+    )
+    print(
+        f"{len(trainer.train):,} windows of {trainer.T} tokens an epoch, {trainer.order.per_step} a step"
+    )
     signal.signal(signal.SIGINT, trainer.interrupt)
     signal.signal(signal.SIGTERM, trainer.interrupt)  # how torchrun and job schedulers say it
     trainer.loop()

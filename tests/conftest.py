@@ -29,7 +29,14 @@ ENCODINGS = list(itertools.product(["nope", "sinusoidal", "rope", "alibi", "ggd"
 def make_model(pe, ssmax, **changes):
     """A byte-level model of 2 layers. Norms, theta and s are random (some s negative), unless a theta is given."""
     fixed = {"theta_alpha", "theta_beta", "theta_mu"} & set(changes)
-    shape = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64}
+    shape = {
+        "vocab_size": 257,
+        "vocab_multiple": 1,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "block_size": 64,
+    }
     cfg = ModelConfig(**{**shape, "pe": pe, "ssmax": ssmax, "tie_embeddings": False, **changes})
     generator = torch.Generator().manual_seed(1)
     model = GPT(cfg)
@@ -53,7 +60,10 @@ def enc(request, monkeypatch):
     if request.param == "gpt2":
         if "NANOBAM_TEST_DATA" not in os.environ:
             pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+        monkeypatch.setenv(
+            "TIKTOKEN_CACHE_DIR",
+            str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")),
+        )
     return get_tokenizer(request.param)
 
 

@@ -32,7 +32,9 @@ def log_prior(cfg, p, layer, h, distance):
     if cfg.pe == "alibi":
         return -slopes(cfg.n_head)[h] * distance
     if cfg.pe == "ggd":
-        a, b, m = (p[f"blocks.{layer}.attn.prior.theta_{name}"][h] for name in ("alpha", "beta", "mu"))
+        a, b, m = (
+            p[f"blocks.{layer}.attn.prior.theta_{name}"][h] for name in ("alpha", "beta", "mu")
+        )
         return -(a.exp()) * ((-distance - (m.exp() - (-m).exp())).abs() + 1e-5) ** b
     return torch.zeros_like(distance)
 
@@ -43,7 +45,9 @@ def attention_rows(cfg, p, layer, x, starts):
     qkv = x @ p[f"blocks.{layer}.attn.qkv.weight"].T
     at = torch.tensor([i - start for i, start in enumerate(starts)], dtype=torch.float64)
     for h in range(cfg.n_head):
-        q, k, v = (qkv[:, part * cfg.n_embd + h * D : part * cfg.n_embd + (h + 1) * D] for part in range(3))
+        q, k, v = (
+            qkv[:, part * cfg.n_embd + h * D : part * cfg.n_embd + (h + 1) * D] for part in range(3)
+        )
         if cfg.pe == "rope":
             q, k = turn(q, at), turn(k, at)
         for i, start in enumerate(starts):
@@ -54,7 +58,9 @@ def attention_rows(cfg, p, layer, x, starts):
             if cfg.ssmax:
                 scale = p[f"blocks.{layer}.attn.s"][h] * math.log(len(js))
                 content = content * scale
-                prior = prior if cfg.pe == "alibi" or cfg.ssmax_scales == "content" else prior * scale
+                prior = (
+                    prior if cfg.pe == "alibi" or cfg.ssmax_scales == "content" else prior * scale
+                )
             yield h, i, js, content, prior, v[start : i + 1]
 
 
@@ -82,7 +88,9 @@ def forward(model, p, tokens, starts=None):
         for h, i, _, content, prior, values in rows:
             heads[i][h] = torch.softmax(content + prior, 0) @ values
         x = x + torch.stack([torch.cat(row) for row in heads]) @ p[name + "attn.out.weight"].T
-        gate, up = (norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T).chunk(2, -1)
+        gate, up = (norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T).chunk(
+            2, -1
+        )
         x = x + (gate * torch.sigmoid(gate) * up) @ p[name + "mlp.down.weight"].T
     head = p.get("head.weight", p["embedding.weight"])
     return (norm(x, p["norm.weight"]) @ head.T)[:, : cfg.vocab_size]

@@ -17,9 +17,20 @@ from runs import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = [f"--{k}={v}" for k, v in MODEL.items()]
-OPTIONS += ["--tokens_per_step=256", "--eval_windows=7", "--eval_interval=3", "--log_interval=1", "--device=cpu"]
+OPTIONS += [
+    "--tokens_per_step=256",
+    "--eval_windows=7",
+    "--eval_interval=3",
+    "--log_interval=1",
+    "--device=cpu",
+]
 # from a theta that is not 0, where theta_alpha's gradient is rounding noise; and a rate that knows no end of the run
-OPTIONS += ["--theta_alpha=0.5,-0.3", "--theta_beta=0.7,-0.4", "--learning_rate=1e-3", "--prior_lr=1e-2"]
+OPTIONS += [
+    "--theta_alpha=0.5,-0.3",
+    "--theta_beta=0.7,-0.4",
+    "--learning_rate=1e-3",
+    "--prior_lr=1e-2",
+]
 OPTIONS += ["--min_lr_fraction=1", "--virtual_length=50"]
 RUNS = [  # what two processes run, one after the other
     ["--out_dir=two", "--max_steps=5", "--grad_clip=0"],  # a clip would hide a gradient of the wrong size
@@ -100,7 +111,11 @@ def folder(tmp_path_factory):
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
-        running.append(subprocess.Popen(words, env={**os.environ, **shared}, cwd=folder, stderr=subprocess.PIPE))
+        running.append(
+            subprocess.Popen(
+                words, env={**os.environ, **shared}, cwd=folder, stderr=subprocess.PIPE
+            )
+        )
     told = [process.communicate()[1].decode() for process in running]
     assert all(process.returncode == 0 for process in running), told
     return folder
@@ -123,7 +138,14 @@ def assert_close(a, b):
 
 def test_two_processes_with_four_micro_steps_are_one_with_the_joined_batch(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    options = [*OPTIONS, "--data=data", "--out_dir=one", "--batch_size=16", "--max_steps=5", "--grad_clip=0"]
+    options = [
+        *OPTIONS,
+        "--data=data",
+        "--out_dir=one",
+        "--batch_size=16",
+        "--max_steps=5",
+        "--grad_clip=0",
+    ]
     one = run_main(options, double=True)
     both = [gradients(folder, 0, rank) for rank in (0, 1)]
     assert len(one) == len(both[0]) == 5 and one[0].keys() == both[0][0].keys()
@@ -133,13 +155,21 @@ def test_two_processes_with_four_micro_steps_are_one_with_the_joined_batch(folde
         assert all(torch.equal(a[n], b[n]) for n in a), "every process steps with the same gradient"
     two, one = load_checkpoint("two"), load_checkpoint("one")
     assert_close(two["model"], one["model"])
-    assert two["best"] == pytest.approx(one["best"], rel=1e-11), "seven validation windows over two processes"
+    assert two["best"] == pytest.approx(one["best"], rel=1e-11), (
+        "seven validation windows over two processes"
+    )
 
 
 @pytest.mark.parametrize("sharded", ["false", "true"])
 def test_two_processes_resume_bit_for_bit(folder, sharded):
-    straight, parts = load_checkpoint(folder / f"straight_{sharded}"), load_checkpoint(folder / f"parts_{sharded}")
-    assert "resumed" in printed(folder, 3 if sharded == "false" else 6) and parts["step"] == straight["step"] == 6
+    straight, parts = (
+        load_checkpoint(folder / f"straight_{sharded}"),
+        load_checkpoint(folder / f"parts_{sharded}"),
+    )
+    assert (
+        "resumed" in printed(folder, 3 if sharded == "false" else 6)
+        and parts["step"] == straight["step"] == 6
+    )
     assert all(torch.equal(parts["model"][n], straight["model"][n]) for n in straight["model"])
 
 
@@ -148,7 +178,10 @@ def test_one_process_goes_on_with_a_run_of_two(folder, sharded, monkeypatch, cap
     monkeypatch.chdir(folder)
     out = f"--out_dir=parts_{sharded}"
     run_main([*OPTIONS, "--data=data", out, "--batch_size=4", "--max_steps=7", "--resume"])
-    assert "processes 2 -> 1" in capsys.readouterr().out and load_checkpoint(f"parts_{sharded}")["step"] == 7
+    assert (
+        "processes 2 -> 1" in capsys.readouterr().out
+        and load_checkpoint(f"parts_{sharded}")["step"] == 7
+    )
 
 
 def test_a_sharded_optimizer_changes_nothing(folder):

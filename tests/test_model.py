@@ -42,7 +42,9 @@ def test_causality_by_gradient(pe, ssmax):
     """The output at t depends on every input up to t, and not at all on later ones."""
     model = make_model(pe, ssmax)
     found = {}
-    model.embedding.register_forward_hook(lambda *a: found.setdefault("x", a[2].detach().requires_grad_()))
+    model.embedding.register_forward_hook(
+        lambda *a: found.setdefault("x", a[2].detach().requires_grad_())
+    )
     logits = model(tokens(12, B=1))
     (gradient,) = torch.autograd.grad(logits[0, 7].square().sum(), found["x"])
     size = gradient[0].abs().amax(-1)
@@ -54,7 +56,9 @@ def test_packed_documents_equal_separate_ones(pe, ssmax, float64):
     model = make_model(pe, ssmax).double()
     first, second = tokens(9, B=1), tokens(14, B=1, seed=1)
     packed = model(torch.cat((first, second), 1), doc_ids=torch.tensor([[0] * 9 + [1] * 14]))
-    torch.testing.assert_close(packed, torch.cat((model(first), model(second)), 1), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        packed, torch.cat((model(first), model(second)), 1), atol=1e-10, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -126,9 +130,17 @@ def test_prior_values_and_gradients_with_distance_0(beta):
 @pytest.mark.parametrize("beta", [2.0, 1.0, 0.5])
 def test_log_prior_is_the_generalized_gaussian_density_up_to_a_constant(beta):
     """alpha = exp(-theta_alpha / theta_beta); the density's own constant is the same for every distance."""
-    prior = M.GGDPrior(make_model("ggd", False, theta_alpha=(0.7,), theta_beta=(beta,), theta_mu=(-0.4,)).cfg)
-    d, alpha, mu = -torch.arange(50, dtype=torch.float64), math.exp(-0.7 / beta), 2 * math.sinh(-0.4)
-    density = beta / (2 * alpha * math.gamma(1 / beta)) * torch.exp(-(((d - mu).abs() / alpha) ** beta))
+    prior = M.GGDPrior(
+        make_model("ggd", False, theta_alpha=(0.7,), theta_beta=(beta,), theta_mu=(-0.4,)).cfg
+    )
+    d, alpha, mu = (
+        -torch.arange(50, dtype=torch.float64),
+        math.exp(-0.7 / beta),
+        2 * math.sinh(-0.4),
+    )
+    density = (
+        beta / (2 * alpha * math.gamma(1 / beta)) * torch.exp(-(((d - mu).abs() / alpha) ** beta))
+    )
     difference = prior(50)[0].double()[:8] - density.log()[:8]
     # EPSILON alone makes 2e-4; a wrong alpha, beta or mu more than 0.1
     torch.testing.assert_close(difference, difference[:1].expand(8), atol=2e-3, rtol=0)
@@ -150,7 +162,9 @@ def test_gradients_of_the_prior_at_the_own_token(beta):
     x = 0.3 + beta * math.log(M.EPSILON)
     expected = torch.full((4,), -math.exp(min(x, M.MAX_EXPONENT)))
     torch.testing.assert_close(prior.theta_alpha.grad, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(prior.theta_beta.grad, expected * math.log(M.EPSILON), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        prior.theta_beta.grad, expected * math.log(M.EPSILON), rtol=1e-5, atol=0
+    )
     assert (b >= -math.exp(M.MAX_EXPONENT) * 50).all()
 
 
@@ -163,7 +177,10 @@ def copy_weights(source, target):
 @pytest.mark.parametrize("ssmax", [False, True])
 def test_theta_0_is_nope(ssmax, theta_alpha, float64):
     """And so is theta_beta = 0 with any theta_alpha: the same b for every key."""
-    ggd, nope = make_model("ggd", ssmax, theta_alpha=(theta_alpha,), theta_beta=(0.0,)), make_model("nope", ssmax)
+    ggd, nope = (
+        make_model("ggd", ssmax, theta_alpha=(theta_alpha,), theta_beta=(0.0,)),
+        make_model("nope", ssmax),
+    )
     copy_weights(ggd.double(), nope.double())
     torch.testing.assert_close(ggd(tokens(200)), nope(tokens(200)), atol=1e-10, rtol=0)
 
@@ -219,7 +236,11 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
     p = reference.parameters(model)
     x = reference.norm(
         p["embedding.weight"][idx[0]]
-        + (M.sinusoidal_table(torch.arange(10), model.cfg.n_embd).double() if pe == "sinusoidal" else 0),
+        + (
+            M.sinusoidal_table(torch.arange(10), model.cfg.n_embd).double()
+            if pe == "sinusoidal"
+            else 0
+        ),
         p["blocks.0.norm_attn.weight"],
     )
     found = model.posteriors(idx)[0]
@@ -233,7 +254,9 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
             (found.posterior, p_content * p_prior * z),
         ):
             torch.testing.assert_close(got[0, h, i, row].double(), expected, atol=1e-5, rtol=1e-4)
-            assert (got[0, h, i, len(js) :] == 0).all() and got[0, h, i].sum().item() == pytest.approx(1, abs=1e-5)
+            assert (got[0, h, i, len(js) :] == 0).all() and got[
+                0, h, i
+            ].sum().item() == pytest.approx(1, abs=1e-5)
         assert found.log_z[0, h, i].item() == pytest.approx(z.log().item(), abs=1e-4)
     product = found.content * found.prior * found.log_z.exp()[..., None]
     torch.testing.assert_close(product, found.posterior, atol=1e-6, rtol=1e-5)
@@ -262,7 +285,10 @@ def test_posteriors_of_a_model_that_trains_fused():
     model, idx = make_model("ggd", True), tokens(12)
     expected = model.posteriors(idx)
     model.attention = "fused"
-    assert all(torch.equal(a.posterior, b.posterior) for a, b in zip(model.posteriors(idx), expected, strict=True))
+    assert all(
+        torch.equal(a.posterior, b.posterior)
+        for a, b in zip(model.posteriors(idx), expected, strict=True)
+    )
 
 
 def test_query_0_puts_all_its_weight_on_key_0():
@@ -284,11 +310,15 @@ def test_a_key_above_the_others_fades_without_ssmax_only(ssmax):
         q[:, 0, 0], k[:, 0, 1] = 1.0, g * math.sqrt(attn.cfg.head_dim)
         if ssmax:
             attn.s.fill_(s)
-        layout = M.GPT(attn.cfg).layout(torch.arange(T)[None], mask=M.visible(T, None, None, x.device))
+        layout = M.GPT(attn.cfg).layout(
+            torch.arange(T)[None], mask=M.visible(T, None, None, x.device)
+        )
         weight = attn.posterior(x, layout).posterior[0, :, :, 0]  # (H, T)
     n = torch.arange(1.0, T + 1)
     above = n ** (s * g) if ssmax else math.exp(g)
-    torch.testing.assert_close(weight, (above / (above + n - 1)).expand_as(weight), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        weight, (above / (above + n - 1)).expand_as(weight), rtol=1e-4, atol=0
+    )
     assert (weight[:, -1] > 0.99).all() if ssmax else (weight[:, -1] < 0.06).all()
 
 
@@ -309,7 +339,11 @@ def test_rope_depends_on_the_distance_only():
 @pytest.mark.parametrize("pe", ["nope", "alibi", "ggd"])
 def test_a_virtual_length_is_a_larger_n(pe):
     """Training with ln n + u is attention with the base n e^u, row by row; a single key has all the weight anyway."""
-    model, idx, u = make_model(pe, True, virtual_length=50.0), tokens(12), torch.tensor([0.0, math.log(50)])
+    model, idx, u = (
+        make_model(pe, True, virtual_length=50.0),
+        tokens(12),
+        torch.tensor([0.0, math.log(50)]),
+    )
     p, log = reference.parameters(model), math.log
     for row, extra in zip(idx, u.tolist(), strict=True):
         reference.math.log = lambda n, extra=extra: log(n) + extra
@@ -326,11 +360,17 @@ def test_positions_angles_and_ln_n_are_exact_to_a_million():
     model = make_model("rope", True)
     positions = torch.tensor([[999_983, 999_999]])
     layout = model.layout(positions)
-    torch.testing.assert_close(layout.log_n.double().flatten(), torch.log(positions[0].double() + 1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        layout.log_n.double().flatten(), torch.log(positions[0].double() + 1), rtol=1e-6, atol=0
+    )
     for channel in range(model.cfg.head_dim // 2):
         angle = 999_983 * 500_000.0 ** (-2 * channel / model.cfg.head_dim)
-        assert layout.rotation[0][0, 0, 0, channel].item() == pytest.approx(math.cos(angle), abs=1e-6)
-    b = M.GGDPrior(make_model("ggd", True, theta_beta=(0.37,), theta_alpha=(0.0,)).cfg)(1_000_000)[0, 999_999].item()
+        assert layout.rotation[0][0, 0, 0, channel].item() == pytest.approx(
+            math.cos(angle), abs=1e-6
+        )
+    b = M.GGDPrior(make_model("ggd", True, theta_beta=(0.37,), theta_alpha=(0.0,)).cfg)(1_000_000)[
+        0, 999_999
+    ].item()
     assert b == pytest.approx(-(999_999.0**0.37), rel=1e-5)
 
 
@@ -358,7 +398,11 @@ def test_beta_is_kept_at_its_least_value():
     model = make_model("ggd", True, theta_beta_min=0.0)
     before = model.prior_values()["theta_beta"]
     model.constrain()
-    assert model.prior_values()["theta_beta"] == [[max(beta, 0.0) for beta in layer] for layer in before] != before
+    assert (
+        model.prior_values()["theta_beta"]
+        == [[max(beta, 0.0) for beta in layer] for layer in before]
+        != before
+    )
     free = make_model("ggd", True)
     free.constrain()
     assert free.prior_values()["theta_beta"] == before
@@ -421,7 +465,9 @@ def test_every_parameter_is_in_one_group_and_gets_a_gradient(pe, ssmax):
     assert len(listed) == len({id(p) for p in listed}) == len(list(model.parameters()))
     by_name = {g["name"]: g for g in groups}
     assert all(g["weight_decay"] == (0.1 if g["name"] == "matrix" else 0.0) for g in groups)
-    assert set(by_name) == {"matrix", "norm"} | ({"theta"} if pe == "ggd" else set()) | ({"s"} if ssmax else set())
+    assert set(by_name) == {"matrix", "norm"} | ({"theta"} if pe == "ggd" else set()) | (
+        {"s"} if ssmax else set()
+    )
     assert all(p.dim() == 2 for p in by_name["matrix"]["params"]) and all(
         p.dim() == 1 for p in by_name["norm"]["params"]
     )
@@ -470,7 +516,9 @@ def test_flops_are_those_of_the_matrix_products(tied):
     with FlopCounterMode(display=False) as counter:
         model(tokens(T), tokens(T)).backward()
     attention = 6 * model.cfg.n_layer * model.cfg.n_embd
-    assert counter.get_total_flops() / (2 * T) == model.flops_per_token(T) + attention * (2 * T - (T + 1))
+    assert counter.get_total_flops() / (2 * T) == model.flops_per_token(T) + attention * (
+        2 * T - (T + 1)
+    )
 
 
 def test_padding_of_the_vocabulary_is_never_predicted():
@@ -515,7 +563,9 @@ def test_checkpoint_round_trip_and_its_errors(tmp_path):
 
 def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypatch, capsys):
     saved = checkpoint.load_checkpoint(run)
-    checkpoint.save_checkpoint(run / "last.pt", saved | {"optimizer": torch.zeros(10**6), "train_config": {"seed": 1}})
+    checkpoint.save_checkpoint(
+        run / "last.pt", saved | {"optimizer": torch.zeros(10**6), "train_config": {"seed": 1}}
+    )
     monkeypatch.setattr("sys.argv", ["runs.py", str(run), str(tmp_path / "a" / "copy")])
     checkpoint.main()
     copy = checkpoint.load_checkpoint(tmp_path / "a" / "copy")

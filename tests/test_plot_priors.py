@@ -17,7 +17,9 @@ from runs import save_checkpoint
 def test_acting_prior_is_what_a_row_adds_to_its_scores(pe, ssmax):
     model = make_model(pe, ssmax)
     p = {name: x.detach() for name, x in reference.parameters(model).items()}
-    x = torch.randn(12, model.cfg.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(
+        12, model.cfg.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     for layer, block in enumerate(model.blocks):
         for h, i, js, _, prior, _ in reference.attention_rows(model.cfg, p, layer, x, [0] * len(x)):
             drawn = P.acting_prior(block.attn, i + 1)[h, [i - j for j in js]]
@@ -33,12 +35,18 @@ def test_curves_in_the_grid_are_the_acting_priors(pe, ssmax):
         for n, line in zip(P.WIDTHS, axes[h].lines, strict=True):
             scale = p["blocks.0.attn.s"][h] * math.log(n) if ssmax and pe == "ggd" else 1.0
             scores = reference.log_prior(model.cfg, p, 0, h, torch.arange(n).double()) * scale
-            expected = (scores.detach().log_softmax(-1) + math.log(n))[line.get_xdata()].clamp(min=-30)
-            torch.testing.assert_close(torch.from_numpy(line.get_ydata()), expected, rtol=1e-3, atol=1e-3)
+            expected = (scores.detach().log_softmax(-1) + math.log(n))[line.get_xdata()].clamp(
+                min=-30
+            )
+            torch.testing.assert_close(
+                torch.from_numpy(line.get_ydata()), expected, rtol=1e-3, atol=1e-3
+            )
 
 
 def one_head(theta_alpha, theta_beta, s):
-    model = make_model("ggd", True, n_layer=1, n_head=1, theta_alpha=(theta_alpha,), theta_beta=(theta_beta,))
+    model = make_model(
+        "ggd", True, n_layer=1, n_head=1, theta_alpha=(theta_alpha,), theta_beta=(theta_beta,)
+    )
     with torch.no_grad():
         model.blocks[0].attn.s.fill_(s)
     return model
@@ -81,7 +89,9 @@ def test_classes_by_what_a_head_does(theta_alpha, theta_beta, s, name):
     ],
 )
 def test_classes_do_not_depend_on_where_the_centre_is(theta_beta, s, mu, name):
-    model = make_model("ggd", True, n_layer=1, n_head=1, theta_beta=(theta_beta,), theta_mu=(math.asinh(mu / 2),))
+    model = make_model(
+        "ggd", True, n_layer=1, n_head=1, theta_beta=(theta_beta,), theta_mu=(math.asinh(mu / 2),)
+    )
     with torch.no_grad():
         model.blocks[0].attn.s.fill_(s)
     assert P.heads_table(model)[0]["class"] == name
@@ -91,7 +101,9 @@ def test_effective_width():
     """Closed forms: the uniform prior, a geometric one, a head turned round that sees only itself, and the reverse."""
     uniform = make_model("nope", True)
     assert P.heads_table(uniform)[0]["width_512"] == math.ceil(0.9 * 512) - 1
-    for row, slope in zip(P.heads_table(make_model("alibi", True)), (1 / 4, 1 / 16, 1 / 64), strict=False):
+    for row, slope in zip(
+        P.heads_table(make_model("alibi", True)), (1 / 4, 1 / 16, 1 / 64), strict=False
+    ):
         assert row["width_8192"] == math.ceil(math.log(10) / slope) - 1
     assert P.heads_table(one_head(0.0, -2.0, -0.5))[0]["width_512"] == 0
     assert P.heads_table(one_head(0.0, 1.0, -0.5))[0]["width_512"] == 511
@@ -106,18 +118,25 @@ def test_special_cases_lie_on_the_curves_of_the_theory():
     figure = P.theory_priors()
     for axis in figure.axes:
         lines = {line.get_label(): line for line in axis.lines}
-        for point, curve in (("ALiBi, slope 1/$\\alpha$", "$\\beta$ = 1"), ("NoPE", "$\\beta$ = 0")):
+        for point, curve in (
+            ("ALiBi, slope 1/$\\alpha$", "$\\beta$ = 1"),
+            ("NoPE", "$\\beta$ = 0"),
+        ):
             x = torch.from_numpy(lines[curve].get_xdata())
             y = torch.from_numpy(lines[curve].get_ydata())
             at = torch.searchsorted(x, torch.from_numpy(lines[point].get_xdata()))
-            torch.testing.assert_close(torch.from_numpy(lines[point].get_ydata()), y[at], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                torch.from_numpy(lines[point].get_ydata()), y[at], rtol=1e-3, atol=1e-6
+            )
 
 
 def test_fading_is_the_softmax_of_one_key_above_the_others():
     for line in P.theory_fading().axes[0].lines:
         g, ssmax = float(line.get_label().split()[2].strip(",")), "SSMax" in line.get_label()
         for n, weight in list(zip(*line.get_data(), strict=True))[:100:9]:
-            scores = torch.tensor([g] + [0.0] * (int(n) - 1), dtype=torch.float64) * (math.log(n) if ssmax else 1)
+            scores = torch.tensor([g] + [0.0] * (int(n) - 1), dtype=torch.float64) * (
+                math.log(n) if ssmax else 1
+            )
             assert weight == pytest.approx(scores.softmax(0)[0].item(), abs=1e-12)
 
 
@@ -148,20 +167,36 @@ def test_a_model_with_a_prior(run, monkeypatch, capsys):
     (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
     call(monkeypatch, run, "--lengths=150,200", "--depths=2", "--heads=1.3,0.0")
     shapes = {"learned_priors", "learned_heads", "learned_training"}
-    assert pictures(run / "eval") == shapes | {"prompt_curves", "prompt_maps", "prompt_log_z", "needle_mass"}
+    assert pictures(run / "eval") == shapes | {
+        "prompt_curves",
+        "prompt_maps",
+        "prompt_log_z",
+        "needle_mass",
+    }
     (record,) = records.read_records(run / "eval/priors.jsonl")
     printed = capsys.readouterr().out
-    assert record["n"] == 2 and record["config"]["heads"] == ["1.3", "0.0"] and len(record["heads"]) == 8
+    assert (
+        record["n"] == 2
+        and record["config"]["heads"] == ["1.3", "0.0"]
+        and len(record["heads"]) == 8
+    )
     for row in record["heads"]:
-        assert list(row["needle"]) == ["150", "200"] and all(0 <= x <= 1 for x in row["needle"]["200"])
-        assert any(line.split()[:1] == [row["head"]] and row["class"] in line for line in printed.splitlines())
+        assert list(row["needle"]) == ["150", "200"] and all(
+            0 <= x <= 1 for x in row["needle"]["200"]
+        )
+        assert any(
+            line.split()[:1] == [row["head"]] and row["class"] in line
+            for line in printed.splitlines()
+        )
 
 
 @pytest.mark.parametrize("pe", ["nope", "sinusoidal", "rope", "alibi"])
 def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsys):
     """Without a prior there is nothing to draw of it, and the program says so."""
     run = save_run(tmp_path / "run", make_model(pe, pe == "alibi"))
-    (tmp_path / "own.txt").write_text("The word is banana.\nWhat is the word? It is\n", encoding="utf-8")
+    (tmp_path / "own.txt").write_text(
+        "The word is banana.\nWhat is the word? It is\n", encoding="utf-8"
+    )
     call(monkeypatch, run, f"--prompt={tmp_path / 'own.txt'}", "--needle=banana", "--show=1")
     assert (f"{pe} adds no prior" in capsys.readouterr().out) == (pe != "alibi")
     priors = {"learned_priors", "prompt_log_z"} if pe == "alibi" else set()
@@ -183,7 +218,10 @@ def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, 
         (("RUN", "--heads=2.0"), "no head 2.0; give layer.head, from 0.0 to 1.3"),
         (("RUN", "--prompt=no_such_file.txt", "--needle=a"), "no_such_file.txt"),
         (("RUN", "--prompt=RUN/own.txt", "--needle=b"), "'b' is not in the prompt"),
-        (("RUN", "--prompt=RUN/empty.txt", "--needle=b"), "empty.txt has no text; choose another file"),
+        (
+            ("RUN", "--prompt=RUN/empty.txt", "--needle=b"),
+            "empty.txt has no text; choose another file",
+        ),
         (("RUN", "--prompt=RUN/own.txt"), "go together"),
         (("RUN", "--depths=0"), "depths is 0"),
         (("RUN", "--show=0"), "show is 0"),
@@ -191,11 +229,18 @@ def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, 
         (("--theory_dir=RUN/last.pt",), "is a file where a folder is needed"),
     ],
 )
-def test_errors_are_one_sentence_and_come_before_any_picture(run, monkeypatch, capsys, arguments, message):
+def test_errors_are_one_sentence_and_come_before_any_picture(
+    run, monkeypatch, capsys, arguments, message
+):
     for name, content in (("own", "a"), ("empty", "\n")):
         (run / f"{name}.txt").write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *(word.replace("RUN", str(run)) for word in arguments))
     printed = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert (
+        stopped.value.code == 2
+        and message in printed
+        and printed.startswith("error: ")
+        and "\n" not in printed
+    )
     assert not (run / "eval").exists()

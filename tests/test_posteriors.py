@@ -30,14 +30,18 @@ def test_rows_are_those_of_the_model_and_obey_theorem_1(pe, ssmax, monkeypatch):
         torch.testing.assert_close(got.float(), all_of(expected)[0][:, rows], rtol=1e-3, atol=1e-3)
         prior, content, posterior, log_z = got.unbind(-1)
         for part in (prior, content, posterior):
-            torch.testing.assert_close(part.sum(-1), torch.ones(4, 6, dtype=torch.float64), rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                part.sum(-1), torch.ones(4, 6, dtype=torch.float64), rtol=0, atol=1e-9
+            )
         torch.testing.assert_close(prior * content * log_z.exp(), posterior, rtol=0, atol=1e-9)
 
 
 def test_log_z_is_ln_n_where_the_prior_is_uniform():
     """theta = 0, and its bound: never below 0, whatever the prior."""
     rows = torch.arange(100)
-    for log_z in P.look(make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda p: p.log_z):
+    for log_z in P.look(
+        make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda p: p.log_z
+    ):
         torch.testing.assert_close(log_z, (rows + 1).double().log().expand(4, -1))
     for log_z in P.look(make_model("ggd", True), text(), rows, lambda p: p.log_z):
         assert log_z.min() >= -1e-12 and (log_z - (rows + 1).log()).abs().max() > 0.1
@@ -48,7 +52,12 @@ def test_marks_are_the_tokens_that_hold_the_words(enc):
     marked = P.marks(enc, tokens, "pass key is 12345")
     found = [enc.decode([tokens[i] for i in range(begin, end)]) for begin, end in P.spans(marked)]
     assert [words.strip() for words in found] == ["pass key is 12345"] * 2
-    assert enc.decode([tokens[i] for i in torch.nonzero(P.marks(enc, tokens, "京")).flatten()]).strip(" ") == "京"
+    assert (
+        enc.decode([tokens[i] for i in torch.nonzero(P.marks(enc, tokens, "京")).flatten()]).strip(
+            " "
+        )
+        == "京"
+    )
     assert P.marks(enc, tokens, "12345").tolist()[-1] and not P.marks(enc, tokens, "Größe")[0]
     with pytest.raises(ValueError, match="is not in the prompt"):
         P.marks(enc, tokens, "54321")

@@ -27,7 +27,10 @@ WINDOW = 256
 
 def load(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
     """meta.json, the training tokens and the validation tokens of a prepared folder."""
-    parts = [[read_shard(path) for path in sorted(folder.glob(f"*{part}_*.bin"))] for part in ("train", "val")]
+    parts = [
+        [read_shard(path) for path in sorted(folder.glob(f"*{part}_*.bin"))]
+        for part in ("train", "val")
+    ]
     train, val = (np.concatenate(part) if part else np.zeros(0, np.uint16) for part in parts)
     return json.loads((folder / "meta.json").read_text(encoding="utf-8")), train, val
 
@@ -63,7 +66,13 @@ def write_jsonl(path: Path, texts: list) -> str:
 
 
 def small(folder: Path, *files: str, **options) -> PrepareConfig:
-    options = {"source": "files", "files": files, "out_dir": str(folder), "val_fraction": 0.2, "workers": 1} | options
+    options = {
+        "source": "files",
+        "files": files,
+        "out_dir": str(folder),
+        "val_fraction": 0.2,
+        "workers": 1,
+    } | options
     return PrepareConfig(**options)
 
 
@@ -121,7 +130,10 @@ def test_failed_write_keeps_the_old_file(tmp_path):
 def test_pydocs_is_large_and_whole(pydocs):
     meta, train, val = load(pydocs)
     text = (pydocs / "pydocs.txt").read_text(encoding="utf-8")
-    assert len(text) > 1_000_000 and "The power operator binds more tightly than unary operators" in text
+    assert (
+        len(text) > 1_000_000
+        and "The power operator binds more tightly than unary operators" in text
+    )
     found = documents(train) + documents(val)
     assert len(found) == meta["documents"] > 200
     assert sum(map(len, found)) + 2 * (len(found) - 1) == len(text)
@@ -148,10 +160,22 @@ def test_pydocs_files(pydocs):
         "pydocs_train_000001.bin",
         "pydocs_val_000000.bin",
     }
-    expected = {"source": "pydocs", "tokenizer": "bytes", "vocab_size": 257, "eot": 256, "window": None}
+    expected = {
+        "source": "pydocs",
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot": 256,
+        "window": None,
+    }
     expected |= {"train_tokens": len(train), "val_tokens": len(val)}
-    assert meta | expected == meta and meta["settings"]["seed"] == 1 and meta["settings"]["retrieval_fraction"] == 0
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in pydocs.glob("*.bin")}
+    assert (
+        meta | expected == meta
+        and meta["settings"]["seed"] == 1
+        and meta["settings"]["retrieval_fraction"] == 0
+    )
+    digests = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in pydocs.glob("*.bin")
+    }
     assert {name: shard["sha256"] for name, shard in meta["shards"].items()} == digests
 
 
@@ -168,7 +192,9 @@ def test_a_python_without_topics_is_told(monkeypatch, tmp_path):
 def test_txt_jsonl_and_parquet_agree(tmp_path, texts, jsonl):
     from datasets import Dataset
 
-    Dataset.from_dict({"text": texts, "other": list(range(40))}).to_parquet(str(tmp_path / "texts.parquet"))
+    Dataset.from_dict({"text": texts, "other": list(range(40))}).to_parquet(
+        str(tmp_path / "texts.parquet")
+    )
     txt = [tmp_path / f"{i:02}.txt" for i in range(40)]
     for path, text in zip(txt, texts, strict=True):
         path.write_text(text, encoding="utf-8", newline="")
@@ -187,7 +213,9 @@ def test_fineweb_samples_agree(tmp_path):
         pytest.skip("NANOBAM_TEST_DATA is not set: no FineWeb samples")
     shards = []
     for suffix in ("jsonl", "parquet"):
-        file = Path(os.environ["NANOBAM_TEST_DATA"], "fineweb", f"fineweb_first300_partial.{suffix}")
+        file = Path(
+            os.environ["NANOBAM_TEST_DATA"], "fineweb", f"fineweb_first300_partial.{suffix}"
+        )
         prepare(small(tmp_path / suffix, str(file)))
         shards.append(load(tmp_path / suffix))
     assert shards[0][0]["documents"] == 300
@@ -196,9 +224,19 @@ def test_fineweb_samples_agree(tmp_path):
 
 def test_hard_documents(tmp_path, texts):
     """Blank, the marker as text, a lone surrogate, a pair, a long run of one character, line separators, no newline."""
-    hard = ["", " \n ", f"one {EOT} two", "lone \ud800.", "\ud83d\ude00", "a" * 50_000, "\u2028 \x85 \x0b z\r\n"]
+    hard = [
+        "",
+        " \n ",
+        f"one {EOT} two",
+        "lone \ud800.",
+        "\ud83d\ude00",
+        "a" * 50_000,
+        "\u2028 \x85 \x0b z\r\n",
+    ]
     path = write_jsonl(tmp_path / "a.jsonl", hard + texts)
-    Path(path).write_text("\n\n" + Path(path).read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
+    Path(path).write_text(
+        "\n\n" + Path(path).read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8"
+    )
     prepare(small(tmp_path / "x", path))
     meta, train, val = load(tmp_path / "x")
     found = documents(train) + documents(val)
@@ -210,8 +248,12 @@ def test_parquet_without_rows_and_a_mark_of_the_encoding(tmp_path, texts):
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "none.parquet")
-    Path(lines := write_jsonl(tmp_path / "a.jsonl", texts)).write_bytes(b"\xef\xbb\xbf" + Path(lines).read_bytes())
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "none.parquet"
+    )
+    Path(lines := write_jsonl(tmp_path / "a.jsonl", texts)).write_bytes(
+        b"\xef\xbb\xbf" + Path(lines).read_bytes()
+    )
     prepare(small(tmp_path / "x", str(tmp_path / "none.parquet"), lines))
     assert load(tmp_path / "x")[0]["documents"] == 40
 
@@ -264,7 +306,9 @@ def test_shards_are_cut_at_windows(tmp_path, jsonl):
     prepare(small(tmp_path / "cut", jsonl, shard_tokens=10_000))
     shards = [read_shard(path) for path in sorted((tmp_path / "cut").glob("*train_*.bin"))]
     assert len(shards) > 2 and all(len(shard) == 9984 + 1 for shard in shards[:-1])
-    assert all(a[-1] == b[0] for a, b in zip(shards, shards[1:], strict=False)), "the last target is in both"
+    assert all(a[-1] == b[0] for a, b in zip(shards, shards[1:], strict=False)), (
+        "the last target is in both"
+    )
     joined = np.concatenate([shards[0], *(shard[1:] for shard in shards[1:])])
     assert np.array_equal(load(tmp_path / "whole")[1], joined)
     assert len(shards[-1]) > WINDOW
@@ -300,7 +344,10 @@ def test_exercises_fill_whole_windows(tmp_path, jsonl, shard_tokens):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Two cats sat, two Cats ran: über 12 big-endian words. ", "cats words big endian sat ran two"),
+        (
+            "Two cats sat, two Cats ran: über 12 big-endian words. ",
+            "cats words big endian sat ran two",
+        ),
         ("Привет, большая книга! Это the книга. ", "прив боль книг это the"),
         ("天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。", "天地 宇宙 日月 辰宿"),
         ("THE SECRET BEACON, A NUMBER OR TWO IMPLEMENTATIONS. ", "the beacon or two implemen"),
@@ -326,13 +373,18 @@ def test_seed_changes_the_shards(tmp_path, jsonl):
     for name, seed in [("x", 1), ("y/x", 1), ("z/x", 2)]:
         prepare(small(tmp_path / name, jsonl, seed=seed, retrieval_fraction=0.3))
         digests.append(load(tmp_path / name)[0]["shards"])
-    assert digests[0] == digests[1] and digests[0]["x_val_000000.bin"] != digests[2]["x_val_000000.bin"]
+    assert (
+        digests[0] == digests[1]
+        and digests[0]["x_val_000000.bin"] != digests[2]["x_val_000000.bin"]
+    )
 
 
 def test_gpt2(tmp_path, jsonl, texts, monkeypatch):
     if "NANOBAM_TEST_DATA" not in os.environ:
         pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 files")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+    monkeypatch.setenv(
+        "TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache"))
+    )
     prepare(small(tmp_path / "x", jsonl, tokenizer="gpt2"))
     meta, train, val = load(tmp_path / "x")
     assert meta["vocab_size"] == 50257 and meta["eot"] == train[0] == val[0] == 50256
@@ -350,7 +402,9 @@ def test_rerun_does_nothing_and_other_settings_are_refused(tmp_path, jsonl, caps
     capsys.readouterr()
     prepare(small(folder, jsonl))
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"prepared with window=256 \(expected 128\), seed=1 \(expected 2\)"):
+    with pytest.raises(
+        ValueError, match=r"prepared with window=256 \(expected 128\), seed=1 \(expected 2\)"
+    ):
         prepare(small(folder, jsonl, seed=2, window=128))
     assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert set(before) == {"meta.json", "x_train_000001.bin", "x_val_000000.bin"}
@@ -390,15 +444,26 @@ def test_meta_of_an_unfinished_or_damaged_folder_is_refused(tmp_path, jsonl):
     good = json.loads((tmp_path / "x" / "meta.json").read_text(encoding="utf-8"))
     shard = next(iter(good["shards"].values()))
     wrong = [good | {key: "much"} for key in ("window", "vocab_size", "settings", "shards")]
-    wrong += [good | {"tokenizer": 5}, {k: good[k] for k in good if k != "window"}, good | {"shards": {"a": 5}}]
-    wrong += [good | {"shards": {"a": shard | {key: "x" * (key != "sha256")}}} for key in ("tokens", "next")]
+    wrong += [
+        good | {"tokenizer": 5},
+        {k: good[k] for k in good if k != "window"},
+        good | {"shards": {"a": 5}},
+    ]
+    wrong += [
+        good | {"shards": {"a": shard | {key: "x" * (key != "sha256")}}}
+        for key in ("tokens", "next")
+    ]
     for content in ("{broken", "[]", "[1]", "null", "", *map(json.dumps, wrong)):
         (tmp_path / "x" / "meta.json").write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match="damaged"):
             prepare_fineweb.read_meta(tmp_path / "x")
         (tmp_path / "x" / prepare_fineweb.UNFINISHED).write_text(content, encoding="utf-8")
-        prepare(small(tmp_path / "x", jsonl))  # what is damaged of an unfinished folder is made again
-    (tmp_path / "x" / "meta.json").write_text('{"tokenizer": "bytes", "window": null}', encoding="utf-8")
+        prepare(
+            small(tmp_path / "x", jsonl)
+        )  # what is damaged of an unfinished folder is made again
+    (tmp_path / "x" / "meta.json").write_text(
+        '{"tokenizer": "bytes", "window": null}', encoding="utf-8"
+    )
     with pytest.raises(ValueError, match="meta.json has no vocab_size"):
         prepare_fineweb.verify(tmp_path / "x")
 
@@ -415,7 +480,13 @@ def test_shards_of_another_run_are_refused(tmp_path, jsonl):
 
 def hub_options(data_set: Path, folder: Path, **options) -> list[str]:
     """Command-line words for a data set in a folder, one worker and byte tokens if nothing else is said."""
-    options = {"dataset": data_set, "subset": "", "tokenizer": "bytes", "workers": 1, "shard_tokens": 4000} | options
+    options = {
+        "dataset": data_set,
+        "subset": "",
+        "tokenizer": "bytes",
+        "workers": 1,
+        "shard_tokens": 4000,
+    } | options
     return [f"--{key}={value}" for key, value in (options | {"out_dir": folder}).items()]
 
 
@@ -426,7 +497,9 @@ def prepare_hub(data_set: Path, folder: Path, **options) -> dict[str, bytes]:
 
 
 def config_of(data_set: Path, folder: Path, **options) -> PrepareConfig:
-    (config,), _ = configurator.parse([PrepareConfig], hub_options(data_set, folder, **options), None)
+    (config,), _ = configurator.parse(
+        [PrepareConfig], hub_options(data_set, folder, **options), None
+    )
     return config
 
 
@@ -473,15 +546,25 @@ def fineweb(tmp_path, monkeypatch) -> Path:
     ]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(data / "fineweb" / f"fineweb_{source}", folder / name)
-    listed = [f"- {{config_name: {n}, data_files: [{{split: train, path: {p}}}]}}\n" for n, p in subsets]
+    listed = [
+        f"- {{config_name: {n}, data_files: [{{split: train, path: {p}}}]}}\n" for n, p in subsets
+    ]
     (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(listed)}---\n", encoding="utf-8")
     return folder
 
 
 def test_the_default_is_fineweb():
     config = PrepareConfig()
-    assert (config.dataset, config.subset, config.split) == ("HuggingFaceFW/fineweb", "sample-10BT", "train")
-    assert (config.tokenizer, config.out_dir, config.shard_tokens) == ("gpt2", "data/fineweb10B", 100_000_000)
+    assert (config.dataset, config.subset, config.split) == (
+        "HuggingFaceFW/fineweb",
+        "sample-10BT",
+        "train",
+    )
+    assert (config.tokenizer, config.out_dir, config.shard_tokens) == (
+        "gpt2",
+        "data/fineweb10B",
+        100_000_000,
+    )
     assert config.workers == os.cpu_count() and config.max_tokens == 0
 
 
@@ -489,12 +572,20 @@ def test_fineweb_from_parquet_and_jsonl(tmp_path, fineweb):
     common = {"tokenizer": "gpt2", "shard_tokens": 50_000}
     parquet = prepare_hub(fineweb, tmp_path / "a/x", subset="sample-10BT", **common)
     lines = prepare_hub(fineweb, tmp_path / "b/x", subset="lines", **common)
-    assert parquet.keys() == lines.keys() and all(parquet[n] == lines[n] for n in parquet if n != "meta.json")
-    rows = [line for name in "01" for line in (fineweb / f"lines/{name}.jsonl").read_bytes().splitlines()]
+    assert parquet.keys() == lines.keys() and all(
+        parquet[n] == lines[n] for n in parquet if n != "meta.json"
+    )
+    rows = [
+        line
+        for name in "01"
+        for line in (fineweb / f"lines/{name}.jsonl").read_bytes().splitlines()
+    ]
     enc = get_tokenizer("gpt2")
     assert joined(tmp_path / "a/x") == stream_of([json.loads(row)["text"] for row in rows], enc)
     meta, train, val = load(tmp_path / "a/x")
-    assert meta["documents"] == 320 and train[0] == val[0] == enc.eot_token, "a document is in both parts"
+    assert meta["documents"] == 320 and train[0] == val[0] == enc.eot_token, (
+        "a document is in both parts"
+    )
     assert 0.045 < len(val) / (len(train) + len(val)) <= 0.05
     sizes = [shard["tokens"] for shard in meta["shards"].values()]
     assert sizes[1:-1] == [50_000] * 4 and 0 < sizes[-1] <= 50_000
@@ -520,13 +611,20 @@ def test_cut_stream_from_every_place():
     """Every piece but the last is full, and from the place behind any of them the same pieces follow."""
     rng = np.random.default_rng(0)
     lengths = [0, 3, 40, 7, 0, 7, 120, 5, 10, 4, 0]
-    documents = [(Place(0, row), rng.integers(0, 99, n).astype(np.uint16)) for row, n in enumerate(lengths)]
+    documents = [
+        (Place(0, row), rng.integers(0, 99, n).astype(np.uint16)) for row, n in enumerate(lengths)
+    ]
     whole = np.concatenate([ids for _, ids in documents])
     for val_size, left in itertools.product((0, 3, 9, 50, 60), (1, 60, 163, 10**9)):
         cut = prepare_fineweb.cut_stream
-        pieces = [(tokens.copy(), after) for tokens, after in cut(documents, Place(0, 0), val_size, 20, left)]
+        pieces = [
+            (tokens.copy(), after)
+            for tokens, after in cut(documents, Place(0, 0), val_size, 20, left)
+        ]
         assert np.array_equal(np.concatenate([tokens for tokens, _ in pieces]), whole[:left])
-        assert [len(tokens) for tokens, _ in pieces[bool(val_size) : -1]] == [20] * (len(pieces) - 1 - bool(val_size))
+        assert [len(tokens) for tokens, _ in pieces[bool(val_size) : -1]] == [20] * (
+            len(pieces) - 1 - bool(val_size)
+        )
         assert not val_size or val_size / 2 <= len(pieces[0][0]) <= val_size or len(pieces) == 1
         done = 0
         for i, (tokens, after) in enumerate(pieces[:-1], start=1):
@@ -545,7 +643,9 @@ def test_killed_between_any_two_changes_of_the_disk(tmp_path, data_set, texts, m
     plan = prepare_fineweb.new_plan(config_of(data_set, tmp_path / "x", shard_tokens=20_000))
     monkeypatch.setattr(prepare_fineweb, "new_plan", lambda config: json.loads(json.dumps(plan)))
     parts = {"a": texts[:25], "b": ["", *texts[25:], ""]}
-    monkeypatch.setattr(prepare_fineweb, "read_texts", lambda file, skip: iter(parts[Path(file).stem][skip:]))
+    monkeypatch.setattr(
+        prepare_fineweb, "read_texts", lambda file, skip: iter(parts[Path(file).stem][skip:])
+    )
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     real, left = {"replace": os.replace, "unlink": Path.unlink}, [0]
 
@@ -568,8 +668,13 @@ def test_killed_between_any_two_changes_of_the_disk(tmp_path, data_set, texts, m
                 prepare_hub(data_set, folder, shard_tokens=20_000)
                 break
             except Killed:
-                assert not (folder / "meta.json").exists() or (folder / prepare_fineweb.UNFINISHED).exists()
-        assert prepare_hub(data_set, folder, shard_tokens=20_000) == reference, f"killed at moment {moment}"
+                assert (
+                    not (folder / "meta.json").exists()
+                    or (folder / prepare_fineweb.UNFINISHED).exists()
+                )
+        assert prepare_hub(data_set, folder, shard_tokens=20_000) == reference, (
+            f"killed at moment {moment}"
+        )
     assert moment > 30
 
 
@@ -623,12 +728,19 @@ def test_a_broken_connection_is_opened_again_where_it_broke(monkeypatch):
     monkeypatch.setattr(prepare_fineweb, "read_texts", read_texts)
     monkeypatch.setattr(time, "sleep", pauses.append)
     found = list(prepare_fineweb.read_documents(["hf://a", "hf://b"], Place(0, 2)))
-    assert [text for _, text in found] == [*(f"hf://a {i}" for i in range(2, 10)), *(f"hf://b {i}" for i in range(10))]
-    assert [place for place, _ in found] == [Place(0, i) for i in range(2, 10)] + [Place(1, i) for i in range(10)]
+    assert [text for _, text in found] == [
+        *(f"hf://a {i}" for i in range(2, 10)),
+        *(f"hf://b {i}" for i in range(10)),
+    ]
+    assert [place for place, _ in found] == [Place(0, i) for i in range(2, 10)] + [
+        Place(1, i) for i in range(10)
+    ]
     assert pauses == [5, 20, 80]
 
 
-def test_a_connection_that_stays_broken_is_told_with_what_is_safe(tmp_path, data_set, monkeypatch, capsys):
+def test_a_connection_that_stays_broken_is_told_with_what_is_safe(
+    tmp_path, data_set, monkeypatch, capsys
+):
     whole = prepare_hub(data_set, tmp_path / "reference/x", max_tokens=20_000)
     read, plan, broken = prepare_fineweb.read_texts, prepare_fineweb.new_plan, [True]
 
@@ -647,16 +759,25 @@ def test_a_connection_that_stays_broken_is_told_with_what_is_safe(tmp_path, data
     monkeypatch.setattr(prepare_fineweb, "new_plan", new_plan)
     monkeypatch.setattr(prepare_fineweb, "BATCH", 4)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(sys, "argv", ["", *hub_options(data_set, tmp_path / "x", max_tokens=20_000)])
+    monkeypatch.setattr(
+        sys, "argv", ["", *hub_options(data_set, tmp_path / "x", max_tokens=20_000)]
+    )
     with pytest.raises(SystemExit) as stopped:
         prepare_fineweb.main()
     told = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2 and told.startswith("error: hf://") and told.count("no route") == 1
+    assert (
+        stopped.value.code == 2 and told.startswith("error: hf://") and told.count("no route") == 1
+    )
     safe = sum(len(read_shard(path)) for path in (tmp_path / "x").glob("*.bin"))
-    assert f"cannot be read at row 20: no route; 3 shards, {safe:,} tokens, are safe in {tmp_path / 'x'}" in told
+    assert (
+        f"cannot be read at row 20: no route; 3 shards, {safe:,} tokens, are safe in {tmp_path / 'x'}"
+        in told
+    )
     broken.clear()
     prepare_fineweb.main()
-    assert all(contents(tmp_path / "x")[name] == whole[name] for name in whole if name != "meta.json")
+    assert all(
+        contents(tmp_path / "x")[name] == whole[name] for name in whole if name != "meta.json"
+    )
 
 
 def test_unusable_data_sets_are_told_and_leave_nothing(tmp_path, data_set, monkeypatch):
@@ -681,14 +802,19 @@ def test_unusable_data_sets_are_told_and_leave_nothing(tmp_path, data_set, monke
     for folder, options, message in cases:
         with pytest.raises(ValueError, match=message):
             prepare_hub(folder, tmp_path / "x", **options)
-    monkeypatch.setattr("datasets.load_dataset_builder", lambda *args: (_ for _ in ()).throw(ConnectionError("no net")))
+    monkeypatch.setattr(
+        "datasets.load_dataset_builder",
+        lambda *args: (_ for _ in ()).throw(ConnectionError("no net")),
+    )
     with pytest.raises(ValueError, match="set cannot be opened: no net"):
         prepare_hub(data_set, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_too_little_disk_is_told_before_anything_is_written(tmp_path, data_set, jsonl, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 39_999, 39_999))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 39_999, 39_999)
+    )
     with pytest.raises(ValueError, match=r"x needs 40,000 bytes, but 39,999 are free there"):
         prepare_hub(data_set, tmp_path / "new/x", max_tokens=20_000)
     with pytest.raises(ValueError, match=r"x needs \d\d,\d\d\d bytes, but 39,999 are free there"):
@@ -715,7 +841,8 @@ def test_killed_at_random_moments(tmp_path, fineweb):
     while kills < 20 or (tmp_path / f"{round}/x").exists():
         folder = tmp_path / f"{round}/x"
         run = subprocess.Popen(
-            [sys.executable, script, *hub_options(fineweb, folder, **options)], start_new_session=True
+            [sys.executable, script, *hub_options(fineweb, folder, **options)],
+            start_new_session=True,
         )
         if kills < 20:
             wait_for_shards(run, folder, rng.randrange(4))
@@ -763,12 +890,16 @@ def test_check_finds_every_kind_of_damage(tmp_path, jsonl, capsys):
         b"": "is not a token shard",
         shard[:-2]: "is damaged: its header says",
         shard + b"\0\0": "is longer than the 9,985 tokens of its header",
-        shard[:2000] + b"\x01\x01" + shard[2002:]: "has the token id 257, but the vocabulary has only 257",
+        shard[:2000]
+        + b"\x01\x01"
+        + shard[2002:]: "has the token id 257, but the vocabulary has only 257",
         shard[:2000] + b"\x01\0" + shard[2002:]: "does not have the sha256 of meta.json",
     }
     for data, message in cases.items():
         (folder / name).write_bytes(data)
-        with pytest.raises(ValueError, match=f"^1 of {len(good) - 1} shards are bad: .*{name} {message}"):
+        with pytest.raises(
+            ValueError, match=f"^1 of {len(good) - 1} shards are bad: .*{name} {message}"
+        ):
             prepare_fineweb.verify(folder)
     (folder / name).unlink()
     with pytest.raises(ValueError, match=f"{name}"):
@@ -784,7 +915,9 @@ def test_check_of_shards_without_meta_assumes_gpt2(tmp_path, capsys):
     prepare_fineweb.verify(tmp_path)
     assert "without meta.json, GPT-2's 50,257 ids are assumed" in capsys.readouterr().out
     write_shard(tmp_path / "others_val_000000.bin", np.array([50257]))
-    with pytest.raises(ValueError, match="1 of 2 shards are bad: .*others_val_000000.bin has the token id 50257"):
+    with pytest.raises(
+        ValueError, match="1 of 2 shards are bad: .*others_val_000000.bin has the token id 50257"
+    ):
         prepare_fineweb.verify(tmp_path)
     with pytest.raises(ValueError, match="absent holds no shards"):
         prepare_fineweb.verify(tmp_path / "absent")
@@ -798,13 +931,25 @@ def test_one_writer_a_folder(tmp_path, jsonl):
     script = Path(prepare_fineweb.__file__)
     code = "import data, sys; data.lock_folder(data.Path(sys.argv[1])); print('held', flush=True); input()"
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path / "x"], cwd=script.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, tmp_path / "x"],
+        cwd=script.parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert holder.stdout.readline().strip() == b"held"
-    options = ["--source=files", f"--files={jsonl}", f"--out_dir={tmp_path / 'x'}", "--val_fraction=0.2"]
+    options = [
+        "--source=files",
+        f"--files={jsonl}",
+        f"--out_dir={tmp_path / 'x'}",
+        "--val_fraction=0.2",
+    ]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path / 'x'} is being written by another")
-    assert done.stderr.count("\n") == 1 and [path.name for path in (tmp_path / "x").iterdir()] == [".lock"]
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"error: {tmp_path / 'x'} is being written by another"
+    )
+    assert done.stderr.count("\n") == 1 and [path.name for path in (tmp_path / "x").iterdir()] == [
+        ".lock"
+    ]
     holder.kill()
     holder.communicate()
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
@@ -827,42 +972,75 @@ def test_a_file_system_without_locks_is_written_without(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("at", ["os.fsync", "pathlib.Path.mkdir"])
 def test_a_full_disk_and_a_folder_of_another_user(tmp_path, jsonl, monkeypatch, capsys, at):
     def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left") if at == "os.fsync" else PermissionError(1, "Not permitted", "x")
+        raise (
+            OSError(errno.ENOSPC, "No space left")
+            if at == "os.fsync"
+            else PermissionError(1, "Not permitted", "x")
+        )
 
-    options = ["--source=files", f"--files={jsonl}", f"--out_dir={tmp_path / 'x'}", "--val_fraction=0.2"]
+    options = [
+        "--source=files",
+        f"--files={jsonl}",
+        f"--out_dir={tmp_path / 'x'}",
+        "--val_fraction=0.2",
+    ]
     monkeypatch.setattr(sys, "argv", ["", *options])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(at, refuse)
         prepare_fineweb.main()
     told = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2 and told.startswith("error: ") and ("o space left" in told or "permitted" in told)
+    assert (
+        stopped.value.code == 2
+        and told.startswith("error: ")
+        and ("o space left" in told or "permitted" in told)
+    )
     shards.remove_locks()
     assert not (tmp_path / "x").exists(), "half of a file is left"
 
 
 def test_command_line(tmp_path, jsonl):
     script = Path(prepare_fineweb.__file__)
-    command = [sys.executable, script, "--source=files", f"--files={jsonl}", "--out_dir=data/x", "--val_fraction=0.2"]
+    command = [
+        sys.executable,
+        script,
+        "--source=files",
+        f"--files={jsonl}",
+        "--out_dir=data/x",
+        "--val_fraction=0.2",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "data/x" in done.stdout.splitlines()[-1], done.stderr
     assert load(tmp_path / "data/x")[0]["documents"] == 40
     done = subprocess.run([*command, "--seed=5"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    )
 
 
 def test_command_line_with_two_workers(tmp_path, fineweb):
     """Stops in the middle of a parquet file, where some versions of Arrow hang at exit; then --check."""
-    options = {"subset": "sample-10BT", "tokenizer": "gpt2", "max_tokens": 90_000, "shard_tokens": 40_000}
+    options = {
+        "subset": "sample-10BT",
+        "tokenizer": "gpt2",
+        "max_tokens": 90_000,
+        "shard_tokens": 40_000,
+    }
     script, done = Path(prepare_fineweb.__file__), None
     for words in (hub_options(fineweb, "data/x", workers=2, **options), ["--check", "data/x"]):
         done = subprocess.run(
-            [sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
+            [sys.executable, script, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "data/x is whole"
     assert contents(tmp_path / "data/x") == prepare_hub(fineweb, tmp_path / "one/x", **options)
     (tmp_path / "data/x/x_val_000000.bin").write_bytes(b"")
-    done = subprocess.run([sys.executable, script, "--check=data/x"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, "--check=data/x"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.startswith(
         "error: 1 of 4 shards are bad: data/x/x_val_000000.bin is not"
     )

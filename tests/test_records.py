@@ -31,7 +31,10 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     paths = [tmp_path / folder for folder in ("a/run", "b/run", "b/c.5/run", "other_x0.33")]
     for path in paths:
         path.mkdir(parents=True)
-    paths = [str(path) for path in (*paths, paths[0] / "best.pt", paths[1] / "best.pt", paths[1] / "step.1.pt")]
+    paths = [
+        str(path)
+        for path in (*paths, paths[0] / "best.pt", paths[1] / "best.pt", paths[1] / "step.1.pt")
+    ]
     labels = ["a/run", "b/run", "c.5/run", "other_x0.33", "a/run/best", "b/run/best", "run/step.1"]
     assert [R.name_of(path, paths) for path in paths] == labels
     assert R.name_of(paths[0], [paths[0], f"{paths[0]}/last.pt"]) == "run"
@@ -59,7 +62,10 @@ def test_fingerprint_is_of_the_weights_alone():
 
 def test_interventions_change_one_number_and_what_is_recorded(run):
     """LAYER.HEAD.NAME=VALUE for parameters and for fixed values; other weights are another fingerprint."""
-    device, changes = torch.device("cpu"), R.Changes(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1"))
+    device, changes = (
+        torch.device("cpu"),
+        R.Changes(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1")),
+    )
     plain, changed = R.load_run(str(run), device), R.load_run(str(run), device, changes)
     assert changed.model.window == 8 and plain.model.window is None
     before, after = plain.model.prior_values(), changed.model.prior_values()
@@ -69,7 +75,18 @@ def test_interventions_change_one_number_and_what_is_recorded(run):
 
 @pytest.mark.parametrize(
     "change",
-    ["2.0.s=0", "0.4.s=0", "0.-1.s=0", "0.0.beta=0", "0.0.s", "0.s=0", "0.0.s=x", "0.0.s=nan", "0.0.s=1=2", ""],
+    [
+        "2.0.s=0",
+        "0.4.s=0",
+        "0.-1.s=0",
+        "0.0.beta=0",
+        "0.0.s",
+        "0.s=0",
+        "0.0.s=x",
+        "0.0.s=nan",
+        "0.0.s=1=2",
+        "",
+    ],
 )
 def test_an_intervention_on_what_is_not_there_is_told(run, change):
     with pytest.raises(

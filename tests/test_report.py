@@ -9,18 +9,42 @@ SIZE = {"model_config": {"block_size": 256}, "step": 800, "train_config": {"toke
 
 
 def training(variant, seed, loss, rate=1.0, chosen=True):
-    return {"metric": "training", "variant": variant, "rate": rate, "seed": seed, "loss": loss, "chosen": chosen} | SIZE
+    return {
+        "metric": "training",
+        "variant": variant,
+        "rate": rate,
+        "seed": seed,
+        "loss": loss,
+        "chosen": chosen,
+    } | SIZE
 
 
 def passkey(variant, seed, length, correct, filler="passkey", wording="passkey"):
     config = {"filler": filler, "wording": wording}
-    about = {"metric": "passkey", "variant": variant, "seed": seed, "length": length, "config": config}
-    return about | {"correct": correct, "n": 20, "interval_95": [correct / 20 - 0.1, correct / 20 + 0.1]}
+    about = {
+        "metric": "passkey",
+        "variant": variant,
+        "seed": seed,
+        "length": length,
+        "config": config,
+    }
+    return about | {
+        "correct": correct,
+        "n": 20,
+        "interval_95": [correct / 20 - 0.1, correct / 20 + 0.1],
+    }
 
 
 def perplexity(variant, seed, context, value):
     config = {"context": context}
-    return {"metric": "perplexity", "variant": variant, "seed": seed, "config": config, "n": 9, "perplexity": value}
+    return {
+        "metric": "perplexity",
+        "variant": variant,
+        "seed": seed,
+        "config": config,
+        "n": 9,
+        "perplexity": value,
+    }
 
 
 def ruler(variant, seed, length, correct, tokens_right):
@@ -45,7 +69,13 @@ STUDY = [
     perplexity("ggd_ssmax", 1, 256, 4.0),
     perplexity("ggd_ssmax", 2, 256, 5.0),
     perplexity("rope", 1, 256, 4.25),
-    {"metric": "perplexity", "variant": "rope", "seed": 1, "config": {"length": 4096}, "nll": [1.0]},
+    {
+        "metric": "perplexity",
+        "variant": "rope",
+        "seed": 1,
+        "config": {"length": 4096},
+        "nll": [1.0],
+    },
     ruler("ggd_ssmax", 1, 2048, 10, 0.5),
     {"metric": "ruler", "variant": "rope", "seed": 1, "length": 1024, "n": 0},
 ]
@@ -61,9 +91,15 @@ def test_passkey_table():
 
 
 def test_other_tables_of_the_study():
-    assert R.perplexity_table(STUDY).splitlines()[2:] == ["| RoPE | 4.25 |", "| GGD-BAM, SSMax | 4.50 [4.00, 5.00] |"]
+    assert R.perplexity_table(STUDY).splitlines()[2:] == [
+        "| RoPE | 4.25 |",
+        "| GGD-BAM, SSMax | 4.50 [4.00, 5.00] |",
+    ]
     assert R.ruler_table(STUDY).splitlines()[-1] == "| GGD-BAM, SSMax | 50 / 50 |"
-    assert R.rates_table(STUDY).splitlines()[2:] == ["| RoPE |  | 2.000 |", "| GGD-BAM, SSMax | 1.500 | 1.800 |"]
+    assert R.rates_table(STUDY).splitlines()[2:] == [
+        "| RoPE |  | 2.000 |",
+        "| GGD-BAM, SSMax | 1.500 | 1.800 |",
+    ]
     assert R.ablation_table(STUDY).splitlines()[2:] == [
         "| nothing changed | 1.50 | 20 [90, 110] |",
         "| s = 1 at the start (the paper) | 1.70 | 5 [15, 35] |",
@@ -77,7 +113,11 @@ def test_the_papers_start_has_the_last_row():
 
 
 def test_default_table_has_a_row_a_seed_and_the_n_of_every_column():
-    records = [passkey("", 0, 256, 20), passkey("", 0, 256, 18), passkey("", 0, 1024, 3, "unseen", "reworded")]
+    records = [
+        passkey("", 0, 256, 20),
+        passkey("", 0, 256, 18),
+        passkey("", 0, 1024, 3, "unseen", "reworded"),
+    ]
     for record, seed in zip(records, (1, 2, 1), strict=True):
         record |= {"train_config": {"seed": seed}, "training_length": 256}
     assert R.default_table(records).splitlines() == [
@@ -110,12 +150,20 @@ def test_tables_go_between_their_lines_and_nothing_else_changes():
 
 
 def test_the_pictures_show_the_numbers_of_the_tables():
-    left, right = R.passkey_picture([STUDY, [training("nope", 1, 2.0), passkey("nope", 1, 256, 19)]]).axes
+    left, right = R.passkey_picture(
+        [STUDY, [training("nope", 1, 2.0), passkey("nope", 1, 256, 19)]]
+    ).axes
     rope, _, full, seeds, *_ = left.lines
     assert [rope.get_label(), full.get_label()] == ["RoPE", "GGD-BAM, SSMax"]
     assert right.lines[0].get_ydata().tolist() == [95]
-    assert left.get_title() == "1.6M bytes of training\nmean, and a dot a training seed (of 1 to 2), n = 20"
-    assert right.get_title() == "1.6M bytes of training\nmean, and a dot a training seed (of 1), n = 20"
+    assert (
+        left.get_title()
+        == "1.6M bytes of training\nmean, and a dot a training seed (of 1 to 2), n = 20"
+    )
+    assert (
+        right.get_title()
+        == "1.6M bytes of training\nmean, and a dot a training seed (of 1), n = 20"
+    )
     assert rope.get_ydata().tolist() == [95, 0] and full.get_ydata().tolist() == [100, 92.5]
     assert seeds.get_ydata().tolist() == [100, 100, 100, 85]
     assert R.perplexity_picture([STUDY]).axes[0].lines[2].get_ydata().tolist() == [4.5]
@@ -129,15 +177,25 @@ def test_the_readme_has_what_its_records_say():
 
 def test_who_evaluates_twice_sees_the_newer_number(tmp_path, monkeypatch):
     """In every table; another seed, test or length is no second time, and a window of attention another test."""
-    monkeypatch.setattr(R, "SOURCES", {"study.jsonl": R.SOURCES["study.jsonl"], "one.jsonl": {"one": R.default_table}})
+    monkeypatch.setattr(
+        R,
+        "SOURCES",
+        {"study.jsonl": R.SOURCES["study.jsonl"], "one.jsonl": {"one": R.default_table}},
+    )
     about = {"training_length": 256, "train_config": {"seed": 1}}
     one = [passkey("", 0, 256, correct) | about for correct in (20, 18, 1)]
-    one[0]["config"] = one[0]["config"] | {"depths": 20}  # who changes that asks the same of the same cell
+    one[0]["config"] = one[0]["config"] | {
+        "depths": 20
+    }  # who changes that asks the same of the same cell
     one[2]["config"] = one[2]["config"] | {"window_attention": 64}
     for changes in ({"digits": 7}, {"set": ["2.1.theta_beta=0"]}):  # nor are these
         one.append(passkey("", 0, 256, 2) | about)
         one[-1]["config"] = one[-1]["config"] | changes
-    old = [passkey("ggd_ssmax", 2, 4096, 0), perplexity("rope", 1, 256, 9.0), ruler("ggd_ssmax", 1, 2048, 0, 0.0)]
+    old = [
+        passkey("ggd_ssmax", 2, 4096, 0),
+        perplexity("rope", 1, 256, 9.0),
+        ruler("ggd_ssmax", 1, 2048, 0, 0.0),
+    ]
     old += [passkey("s_1", 1, 256, 0), training("rope", 1, 9.0, rate=3.0)]
     for name, records in (("one.jsonl", one), ("study.jsonl", [*old, *STUDY])):
         for record in records:

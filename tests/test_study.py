@@ -21,8 +21,18 @@ EVALUATIONS = {
     "eval_ruler.py": RulerConfig,
     "eval_downstream.py": DownstreamConfig,
 }
-PLAIN = {"--seeds=1,2,3", "--depths=20", "--filler=passkey", "--wording=passkey", "--window_attention=0", "--set="}
-FOUND = {"nope": 2, "ggd_ssmax": 64}  # the longest text, in training lengths, in which a key is found; elsewhere 8
+PLAIN = {
+    "--seeds=1,2,3",
+    "--depths=20",
+    "--filler=passkey",
+    "--wording=passkey",
+    "--window_attention=0",
+    "--set=",
+}
+FOUND = {
+    "nope": 2,
+    "ggd_ssmax": 64,
+}  # the longest text, in training lengths, in which a key is found; elsewhere 8
 
 
 @pytest.fixture
@@ -83,11 +93,19 @@ def test_every_encoding_takes_its_best_rate_to_the_other_seeds(tmp_path, scripts
     first = [f"{v}_x{rate}_s7" for v in ("nope", "rope_ssmax") for rate in ("1", "0.33")]
     assert trainings(scripts) == [*first, "nope_x0.33_s2", "rope_ssmax_x1_s2"]
     found = read_records(S.Path(cfg.records))
-    chosen = {(r["variant"], r["rate"], r["seed"]): r["chosen"] for r in found if r["metric"] == "training"}
+    chosen = {
+        (r["variant"], r["rate"], r["seed"]): r["chosen"]
+        for r in found
+        if r["metric"] == "training"
+    }
     assert len(chosen) == 6 and sum(chosen.values()) == 4 and chosen["nope", 0.33, 2]
     ruler = [words[0] for script, *words in scripts if script == "eval_ruler.py"]
-    assert len(ruler) == 2 and not any("_s2" in run for run in ruler), "RULER with the first seed alone"
-    tests = {(r["variant"], r["rate"], r["seed"]) for r in found if r["metric"] == "eval_passkey.py"}
+    assert len(ruler) == 2 and not any("_s2" in run for run in ruler), (
+        "RULER with the first seed alone"
+    )
+    tests = {
+        (r["variant"], r["rate"], r["seed"]) for r in found if r["metric"] == "eval_passkey.py"
+    }
     assert tests == {job for job, best in chosen.items() if best}
 
 
@@ -100,7 +118,9 @@ def test_variants_take_the_rate_of_their_encoding_and_their_number_of_seeds(tmp_
     assert [name[-1] for name in done if name.startswith("ggd_ssmax_x1")] == ["4", "5", "6", "7"]
 
 
-def test_a_rate_that_diverges_is_not_chosen_and_an_encoding_that_always_does_is_left_out(tmp_path, scripts):
+def test_a_rate_that_diverges_is_not_chosen_and_an_encoding_that_always_does_is_left_out(
+    tmp_path, scripts
+):
     cfg = config(tmp_path, variants=("rope", "alibi"), seeds=(1,))
     S.study(cfg, TrainConfig(max_steps=5), 256)
     found = read_records(S.Path(cfg.records))
@@ -119,9 +139,17 @@ def asked(scripts, variant, *words):
 
 
 def test_longer_texts_are_asked_only_where_keys_are_found(tmp_path, scripts):
-    S.study(config(tmp_path, variants=("nope", "rope", "ggd_ssmax"), seeds=(2,)), TrainConfig(max_steps=5), 256)
+    S.study(
+        config(tmp_path, variants=("nope", "rope", "ggd_ssmax"), seeds=(2,)),
+        TrainConfig(max_steps=5),
+        256,
+    )
     assert asked(scripts, "nope") == [1, 2, 4]
-    assert asked(scripts, "rope") == asked(scripts, "rope", "--window_attention=256") == [1, 2, 4, 8, 16]
+    assert (
+        asked(scripts, "rope")
+        == asked(scripts, "rope", "--window_attention=256")
+        == [1, 2, 4, 8, 16]
+    )
     assert asked(scripts, "ggd_ssmax") == [1, 2, 4, 8, 16, 64, 256, 500, 1000, 4096]
     assert asked(scripts, "nope", "--wording=vault") == [1, 4]
     far = "--set=0.1.theta_beta=0,0.2.theta_beta=0,1.1.theta_beta=0,1.2.theta_beta=0"
@@ -165,7 +193,9 @@ def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
     (folder / "log.jsonl").write_text('{"step": 4, "loss": 1.0}\n')
     S.train(cfg, base, job)
     assert len(scripts) == 4 and scripts[3][-1] != "--resume"
-    save_checkpoint(folder / "last.pt", saved | {"train_config": saved["train_config"] | {"batch_size": 7}})
+    save_checkpoint(
+        folder / "last.pt", saved | {"train_config": saved["train_config"] | {"batch_size": 7}}
+    )
     with pytest.raises(SystemExit):
         S.train(cfg, base, job)
     assert "holds a run of other options" in capsys.readouterr().err and len(scripts) == 4
@@ -173,7 +203,9 @@ def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
 
 def test_a_script_is_waited_for_and_its_end_is_the_end(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(S, "ROOT", tmp_path)
-    (tmp_path / "script.py").write_text("import sys; print(sys.argv[2]); sys.exit(int(sys.argv[1]))")
+    (tmp_path / "script.py").write_text(
+        "import sys; print(sys.argv[2]); sys.exit(int(sys.argv[1]))"
+    )
     cfg = config(tmp_path)
     S.call(cfg, "script.py", 0, "two words")
     assert "$ python script.py 0 'two words'\ntwo words" in capfd.readouterr().out
@@ -184,9 +216,13 @@ def test_a_script_is_waited_for_and_its_end_is_the_end(tmp_path, monkeypatch, ca
         assert stopped.value.code == expected
 
 
-def test_beside_others_a_script_has_one_thread_and_writes_into_the_log(tmp_path, monkeypatch, capfd):
+def test_beside_others_a_script_has_one_thread_and_writes_into_the_log(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(S, "ROOT", tmp_path)
-    (tmp_path / "script.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    (tmp_path / "script.py").write_text(
+        "import os; print('threads', os.environ['OMP_NUM_THREADS'])"
+    )
     cfg = config(tmp_path, workers=2)
     S.Path(cfg.out_dir).mkdir()
     S.call(cfg, "script.py")

@@ -23,7 +23,14 @@ from model import ModelConfig
 from prepare_fineweb import PrepareConfig, settings_of
 from runs import load_checkpoint
 
-MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+MODEL = {
+    "vocab_size": 257,
+    "vocab_multiple": 1,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 16,
+}
 
 
 def write_data(folder, train_tokens=2000, val_tokens=600, document=90, **meta):
@@ -34,7 +41,9 @@ def write_data(folder, train_tokens=2000, val_tokens=600, document=90, **meta):
         tokens = rng.integers(97, 123, n)
         tokens[::document] = 256
         write_shard(folder / f"x_{name}.bin", tokens)
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "window": None, **meta}), encoding="utf-8")
+    (folder / "meta.json").write_text(
+        json.dumps({"tokenizer": "bytes", "window": None, **meta}), encoding="utf-8"
+    )
 
 
 @pytest.fixture
@@ -49,7 +58,9 @@ def trainer(data, out, pe="ggd", ssmax=True, model=None, **changes):
         "prior_lr": 5e-2, "log_interval": 1, "eval_interval": 5, "eval_windows": 8, "device": "cpu", **changes,
     }  # fmt: skip
     cfg = T.TrainConfig(data=str(data), out_dir=str(out), **options)
-    return T.Trainer(cfg, ModelConfig(**MODEL | {"pe": pe, "ssmax": ssmax} | (model or {})), Processes())
+    return T.Trainer(
+        cfg, ModelConfig(**MODEL | {"pe": pe, "ssmax": ssmax} | (model or {})), Processes()
+    )
 
 
 def same(a, b):
@@ -82,17 +93,29 @@ def test_5_steps_and_resume_and_5_steps_are_10_steps(data, tmp_path, optimizer):
     assert load_checkpoint(tmp_path / "parts")["step"] == 5
     trainer(data, tmp_path / "parts", optimizer=optimizer, resume=True, model=model).loop()
     assert same(state(tmp_path / "straight"), state(tmp_path / "parts"))
-    assert (load_checkpoint(tmp_path / "parts")["model"]["blocks.0.attn.prior.theta_beta"] >= 0.01).all()
+    assert (
+        load_checkpoint(tmp_path / "parts")["model"]["blocks.0.attn.prior.theta_beta"] >= 0.01
+    ).all()
 
 
 def test_virtual_lengths_are_drawn_by_seed_step_and_window(data, tmp_path):
     """ln of them uniform in 0 ... ln(virtual_length); the processes share one draw; without one nothing is drawn."""
     one = trainer(data, tmp_path / "one", model={"virtual_length": 50.0})
-    drawn = [np.concatenate([log_virtual for _, log_virtual in one.windows(step)]) for step in range(500)]
-    assert same(torch.from_numpy(drawn[3]), torch.from_numpy(np.concatenate([v for _, v in one.windows(3)])))
+    drawn = [
+        np.concatenate([log_virtual for _, log_virtual in one.windows(step)]) for step in range(500)
+    ]
+    assert same(
+        torch.from_numpy(drawn[3]), torch.from_numpy(np.concatenate([v for _, v in one.windows(3)]))
+    )
     drawn = np.stack(drawn) / np.log(50)
-    assert len(np.unique(drawn)) > 0.99 * drawn.size and 0 <= drawn.min() < 0.01 and 0.99 < drawn.max() <= 1
-    assert drawn.mean() == pytest.approx(0.5, abs=0.02) and drawn.std() == pytest.approx(12**-0.5, abs=0.02)
+    assert (
+        len(np.unique(drawn)) > 0.99 * drawn.size
+        and 0 <= drawn.min() < 0.01
+        and 0.99 < drawn.max() <= 1
+    )
+    assert drawn.mean() == pytest.approx(0.5, abs=0.02) and drawn.std() == pytest.approx(
+        12**-0.5, abs=0.02
+    )
     ranks = []
     for rank in range(2):
         one.processes, one.micro_steps = Processes(rank, rank, 2), 1
@@ -126,7 +149,9 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(data, tmp_path):
         timed = {"seconds", "tokens_per_second", "peak_memory"}
         return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
 
-    assert read("killed") == read("straight") and [r["step"] for r in read("killed")] == list(range(1, 11))
+    assert read("killed") == read("straight") and [r["step"] for r in read("killed")] == list(
+        range(1, 11)
+    )
 
 
 def test_ctrl_c_saves_and_exits_with_130(data, tmp_path):
@@ -137,9 +162,20 @@ def test_ctrl_c_saves_and_exits_with_130(data, tmp_path):
         "T.Trainer.train_step = lambda self: (interrupt(self), step(self))[1]\n"
         "T.main()"
     )
-    options = [f"--{k}={v}" for k, v in MODEL.items()] + [f"--data={data}", f"--out_dir={tmp_path / 'out'}"]
-    options += ["--batch_size=2", "--tokens_per_step=64", "--max_steps=10", "--eval_windows=8", "--device=cpu"]
-    done = subprocess.run([sys.executable, "-c", code, str(T.ROOT), *options], capture_output=True, text=True)
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + [
+        f"--data={data}",
+        f"--out_dir={tmp_path / 'out'}",
+    ]
+    options += [
+        "--batch_size=2",
+        "--tokens_per_step=64",
+        "--max_steps=10",
+        "--eval_windows=8",
+        "--device=cpu",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(T.ROOT), *options], capture_output=True, text=True
+    )
     assert done.returncode == 130, done.stderr
     assert load_checkpoint(tmp_path / "out")["step"] == 4 and "--resume continues" in done.stdout
     assert (tmp_path / "out/config.json").exists()
@@ -147,8 +183,17 @@ def test_ctrl_c_saves_and_exits_with_130(data, tmp_path):
 
 def test_a_reader_that_has_gone_stops_with_a_checkpoint(data, tmp_path):
     """As in `python train.py ... | head -5`: once a log line finds the pipe closed, the next step is the last."""
-    options = [f"--{k}={v}" for k, v in MODEL.items()] + [f"--data={data}", f"--out_dir={tmp_path / 'out'}"]
-    options += ["--batch_size=2", "--tokens_per_step=64", "--max_steps=99", "--log_interval=3", "--device=cpu"]
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + [
+        f"--data={data}",
+        f"--out_dir={tmp_path / 'out'}",
+    ]
+    options += [
+        "--batch_size=2",
+        "--tokens_per_step=64",
+        "--max_steps=99",
+        "--log_interval=3",
+        "--device=cpu",
+    ]
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(T.ROOT / "train.py"), *options]
@@ -160,7 +205,9 @@ def test_a_reader_that_has_gone_stops_with_a_checkpoint(data, tmp_path):
 
 
 def test_a_clock_that_does_not_move_is_no_division_by_zero(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(T, "time", types.SimpleNamespace(time=lambda: 5.0, perf_counter=lambda: 5.0))
+    monkeypatch.setattr(
+        T, "time", types.SimpleNamespace(time=lambda: 5.0, perf_counter=lambda: 5.0)
+    )
     run = trainer(data, tmp_path / "out")
     run.loop()
     assert run.step == 10 and run.seconds == 0.0
@@ -190,7 +237,9 @@ def test_a_full_disk_keeps_the_old_checkpoint(data, tmp_path, capsys):
     printed = capsys.readouterr().err
     assert stopped.value.code == 2 and printed.startswith("error: ") and printed.count("\n") == 1
     assert "last.pt cannot be written: [Errno 27] File too large" in printed or "best.pt" in printed
-    assert (tmp_path / "out/last.pt").read_bytes() == before and not list((tmp_path / "out").glob("*.tmp"))
+    assert (tmp_path / "out/last.pt").read_bytes() == before and not list(
+        (tmp_path / "out").glob("*.tmp")
+    )
 
 
 def test_a_checkpoint_that_may_not_be_read_is_no_damaged_one(data, tmp_path, monkeypatch, capsys):
@@ -201,7 +250,9 @@ def test_a_checkpoint_that_may_not_be_read_is_no_damaged_one(data, tmp_path, mon
     monkeypatch.setattr(torch, "load", refused)
     with pytest.raises(SystemExit) as stopped:
         trainer(data, tmp_path / "out", resume=True)
-    assert stopped.value.code == 2 and capsys.readouterr().err.endswith("last.pt: permission denied\n")
+    assert stopped.value.code == 2 and capsys.readouterr().err.endswith(
+        "last.pt: permission denied\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["train_config", "tokenizer"])
@@ -215,8 +266,17 @@ def test_a_checkpoint_that_lacks_a_part_cannot_be_resumed(data, tmp_path, capsys
 
 def test_the_commit_is_this_programs_and_says_what_was_changed(tmp_path, monkeypatch):
     def git(*words):
-        about = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
-        return subprocess.check_output(["git", "-C", str(tmp_path), *about, *words], text=True).strip()
+        about = [
+            "-c",
+            "user.name=Ada",
+            "-c",
+            "user.email=ada@example.org",
+            "-c",
+            "commit.gpgsign=false",
+        ]
+        return subprocess.check_output(
+            ["git", "-C", str(tmp_path), *about, *words], text=True
+        ).strip()
 
     monkeypatch.setattr(T, "ROOT", tmp_path)
     assert T.git_commit() is None
@@ -238,13 +298,24 @@ def test_checkpoints_and_log(data, tmp_path):
     run = trainer(data, tmp_path / "out", compile="false")
     run.loop()
     saved = torch.load(tmp_path / "out/last.pt", weights_only=True)
-    assert saved["step"] == 10 and saved["tokenizer"] == "bytes" and saved["train_config"]["prior_lr"] == 5e-2
+    assert (
+        saved["step"] == 10
+        and saved["tokenizer"] == "bytes"
+        and saved["train_config"]["prior_lr"] == 5e-2
+    )
     assert not any("module." in k or "_orig_mod" in k for k in saved["model"])
-    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    log = [
+        json.loads(line)
+        for line in (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert np.shape(log[-1]["theta_beta"]) == np.shape(log[-1]["s"]) == (2, 2)
     losses = {r["step"]: r["val"] for r in log if "val" in r}
     best = load_checkpoint(tmp_path / "out/best.pt")
-    assert set(losses) == {5, 10} and best["best"] == min(losses.values()) and losses[best["step"]] == best["best"]
+    assert (
+        set(losses) == {5, 10}
+        and best["best"] == min(losses.values())
+        and losses[best["step"]] == best["best"]
+    )
     assert {"val_1x", "val_2x", "val_4x"} <= set(log[-1])
 
 
@@ -259,7 +330,10 @@ def test_a_failing_compiler_is_told_and_changes_nothing(data, tmp_path, monkeypa
 
     monkeypatch.setattr(torch, "compile", no_compiler)
     run = trainer(data, tmp_path / "compiled", compile="true")
-    assert "compiling failed (RuntimeError: no C++ compiler); going on uncompiled" in capsys.readouterr().out
+    assert (
+        "compiling failed (RuntimeError: no C++ compiler); going on uncompiled"
+        in capsys.readouterr().out
+    )
     assert run.model.attention == "reference"
     run.loop()
     assert same(state(tmp_path / "plain"), state(tmp_path / "compiled"))
@@ -278,8 +352,12 @@ def test_every_window_once_an_epoch_over_all_ranks():
     order = Order(windows=50, per_step=8, seed=3)
     seen = np.concatenate([order.step(s, rank, 4) for s in range(25) for rank in range(4)])
     assert (np.bincount(seen, minlength=50) == 4).all()  # 25 steps of 8 windows are 4 epochs of 50
-    assert sorted(order.step(9)) == sorted(np.concatenate([order.step(9, rank, 4) for rank in range(4)]))
-    assert (order.step(2) == Order(50, 8, 3).step(2)).all() and (order.step(2) != Order(50, 8, 4).step(2)).any()
+    assert sorted(order.step(9)) == sorted(
+        np.concatenate([order.step(9, rank, 4) for rank in range(4)])
+    )
+    assert (order.step(2) == Order(50, 8, 3).step(2)).all() and (
+        order.step(2) != Order(50, 8, 4).step(2)
+    ).any()
 
 
 def test_windows_reach_the_last_token_of_every_shard(tmp_path):
@@ -287,13 +365,17 @@ def test_windows_reach_the_last_token_of_every_shard(tmp_path):
         write_shard(tmp_path / f"{i}.bin", np.arange(n) + 100 * i)
     windows = Windows(sorted(tmp_path.glob("*.bin")), 16)
     assert len(windows) == 2 + 2 + 3
-    assert windows.take(np.array([1, 2, 6])).tolist() == [list(range(a, a + 17)) for a in (16, 100, 232)]
+    assert windows.take(np.array([1, 2, 6])).tolist() == [
+        list(range(a, a + 17)) for a in (16, 100, 232)
+    ]
 
 
 def test_two_encodings_see_the_same_batches_and_validation(data, tmp_path):
     a, b = trainer(data, tmp_path / "a"), trainer(data, tmp_path / "b", pe="rope", ssmax=False)
     assert all((a.order.step(s) == b.order.step(s)).all() for s in range(10))
-    assert torch.equal(a.validation.windows, b.validation.windows) and torch.equal(a.validation.long, b.validation.long)
+    assert torch.equal(a.validation.windows, b.validation.windows) and torch.equal(
+        a.validation.long, b.validation.long
+    )
 
 
 def test_validation_contexts_score_the_same_targets(data, tmp_path):
@@ -333,7 +415,9 @@ def test_gradient_accumulation_is_the_joined_batch(data, tmp_path, float64):
                 p.uniform_(0.2, 1.0, generator=torch.Generator().manual_seed(0))
         gradients = {}
         run.optimizer.register_step_pre_hook(
-            lambda *_, run=run, g=gradients: g.update({n: p.grad.clone() for n, p in run.model.named_parameters()})
+            lambda *_, run=run, g=gradients: g.update(
+                {n: p.grad.clone() for n, p in run.model.named_parameters()}
+            )
         )
         loss, norm = run.train_step()
         found.append((loss, norm, gradients))
@@ -401,11 +485,20 @@ def main(monkeypatch, *arguments):
     ],
 )
 def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys, arguments, message):
-    options = [f"--{k}={v}" for k, v in MODEL.items()] + ["--batch_size=2", "--tokens_per_step=64", "--device=cpu"]
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + [
+        "--batch_size=2",
+        "--tokens_per_step=64",
+        "--device=cpu",
+    ]
     with pytest.raises(SystemExit) as stopped:
         main(monkeypatch, *options, f"--data={data}", f"--out_dir={tmp_path / 'out'}", *arguments)
     printed = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert (
+        stopped.value.code == 2
+        and message in printed
+        and printed.startswith("error: ")
+        and "\n" not in printed
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -417,7 +510,9 @@ def test_ids_beyond_the_vocabulary_in_the_validation_are_told(data, tmp_path, ca
     with pytest.raises(SystemExit) as stopped:
         trainer(data, tmp_path / "out")
     told = capsys.readouterr().err
-    assert stopped.value.code == 2 and "the token id 300 in its validation, vocab_size is 257" in told
+    assert (
+        stopped.value.code == 2 and "the token id 300 in its validation, vocab_size is 257" in told
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_told(data, tmp_path, capsys):
@@ -433,7 +528,10 @@ def test_ids_beyond_the_vocabulary_are_told(data, tmp_path, capsys):
 def test_a_step_without_finite_gradient_changes_nothing(data, tmp_path, capsys):
     run = trainer(data, tmp_path / "out")
     run.train_step()
-    before, whole = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()["state"]]), run.run
+    before, whole = (
+        copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()["state"]]),
+        run.run,
+    )
     run.run = lambda *batch: whole(*batch) * math.inf
     run.train_step()
     assert same(before, [run.model.state_dict(), run.optimizer.state_dict()["state"]])
@@ -455,7 +553,9 @@ def test_a_stop_saves_before_it_validates_and_says_which_step(data, tmp_path, mo
     run.train_step = train_step
     save, mean = run.save, run.validation.mean
     monkeypatch.setattr(run, "save", lambda name: (order.append(name), save(name)))
-    monkeypatch.setattr(run.validation, "mean", lambda *a: (order.append("validation"), mean(*a))[1])
+    monkeypatch.setattr(
+        run.validation, "mean", lambda *a: (order.append("validation"), mean(*a))[1]
+    )
     run.loop()
     assert run.stop and run.step == 6 and "last.pt has step 6" in capsys.readouterr().out
     second = order[order.index("last.pt") + 1 :]
@@ -499,7 +599,10 @@ def test_a_model_without_finite_validation_loss_is_not_saved(data, tmp_path, mon
     run = trainer(data, tmp_path / "out")
     monkeypatch.setattr(run.validation, "run", lambda *_: {"val": math.nan})
     run.evaluate()
-    assert not (tmp_path / "out/last.pt").exists() and "no checkpoint is written" in capsys.readouterr().out
+    assert (
+        not (tmp_path / "out/last.pt").exists()
+        and "no checkpoint is written" in capsys.readouterr().out
+    )
 
 
 def test_a_scaler_that_tries_its_scale_costs_no_checkpoint(data, tmp_path):
@@ -517,12 +620,21 @@ def test_a_diverged_run_keeps_its_last_checkpoint(data, tmp_path, capsys):
     trainer(data, tmp_path / "out", max_steps=5).loop()
     before = (tmp_path / "out/last.pt").read_bytes()
     with pytest.raises(SystemExit) as stopped:
-        trainer(data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0, max_steps=40).loop()
+        trainer(
+            data, tmp_path / "out", resume=True, learning_rate=1e30, grad_clip=0.0, max_steps=40
+        ).loop()
     printed = capsys.readouterr()
-    assert stopped.value.code == 3 and "10 steps in a row" in printed.err and "no checkpoint is written" in printed.out
+    assert (
+        stopped.value.code == 3
+        and "10 steps in a row" in printed.err
+        and "no checkpoint is written" in printed.out
+    )
     assert (tmp_path / "out/last.pt").read_bytes() == before
     log = (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in log]
+    records = [
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        for line in log
+    ]
     assert records[-1]["skipped"] == 9 and records[-1]["grad_norm"] is None
 
 
@@ -552,7 +664,10 @@ def test_a_file_in_the_way_is_told_before_anything_is_built(data, tmp_path, caps
     for out in (tmp_path / "file", tmp_path / "file/run"):
         with pytest.raises(SystemExit) as stopped:
             trainer(data, out)
-        assert stopped.value.code == 2 and "is a file where a folder is needed" in capsys.readouterr().err
+        assert (
+            stopped.value.code == 2
+            and "is a file where a folder is needed" in capsys.readouterr().err
+        )
 
 
 def test_damaged_meta_is_told(data, tmp_path, capsys):
@@ -603,11 +718,20 @@ def test_data_that_is_not_what_prepare_asks_for_is_refused(tmp_path, capsys):
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and told.count("\n") == 1
     assert "was prepared with retrieval_fraction=0.0 (expected 0.85); run " in told
-    assert f"prepare_fineweb.py {prepare} --out_dir={tmp_path / 'data'}_new" in told and "--prepare=" in told
+    assert (
+        f"prepare_fineweb.py {prepare} --out_dir={tmp_path / 'data'}_new" in told
+        and "--prepare=" in told
+    )
     trainer(tmp_path / "data", tmp_path / "out", prepare="")
     trainer(tmp_path / "data", tmp_path / "out", prepare="--source=pydocs --window=16 --workers=3")
-    write_data(tmp_path / "files", settings=there | {"source": "files", "files": ["a.txt, 9 bytes"]})
-    trainer(tmp_path / "files", tmp_path / "out", prepare="--source=files --files=gone/a.txt --window=16")
+    write_data(
+        tmp_path / "files", settings=there | {"source": "files", "files": ["a.txt, 9 bytes"]}
+    )
+    trainer(
+        tmp_path / "files",
+        tmp_path / "out",
+        prepare="--source=files --files=gone/a.txt --window=16",
+    )
     assert "does not say how" not in capsys.readouterr().out
     write_data(tmp_path / "old")
     trainer(tmp_path / "old", tmp_path / "out", prepare=prepare)
@@ -630,13 +754,23 @@ def test_one_training_a_folder(data, tmp_path):
     """A second one ends with a sentence, and has changed nothing; so does a preparation that another one is at."""
     lock_folder(tmp_path / "out")
     lock_folder(tmp_path / "shards")
-    options = [f"--{k}={v}" for k, v in MODEL.items()] + ["--tokens_per_step=64", "--batch_size=2", "--max_steps=1"]
+    options = [f"--{k}={v}" for k, v in MODEL.items()] + [
+        "--tokens_per_step=64",
+        "--batch_size=2",
+        "--max_steps=1",
+    ]
     prepare = ["--prepare=--source=pydocs --window=16", f"--data={tmp_path / 'shards'}"]
     try:
-        for words in ([f"--data={data}", f"--out_dir={tmp_path / 'out'}"], [*prepare, f"--out_dir={tmp_path / 'new'}"]):
+        for words in (
+            [f"--data={data}", f"--out_dir={tmp_path / 'out'}"],
+            [*prepare, f"--out_dir={tmp_path / 'new'}"],
+        ):
             command = [sys.executable, str(T.ROOT / "train.py"), *options, *words]
             done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 2 and "is being written by another process; wait for it" in done.stderr
+            assert (
+                done.returncode == 2
+                and "is being written by another process; wait for it" in done.stderr
+            )
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         assert not (tmp_path / "new").exists() and not list((tmp_path / "shards").glob("*.bin"))
     finally:
@@ -669,8 +803,17 @@ def test_kill_9_while_a_checkpoint_is_written(data, tmp_path):
     """Checkpoints are written all the time, and the run is killed at 20 random moments: last.pt and best.pt are always
     whole, and the run that goes on from them ends as one that was never stopped."""
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import train; train.main()"
-    options = [f"--{k}={v}" for k, v in (MODEL | {"n_embd": 256}).items()] + [f"--data={data}", "--device=cpu"]
-    options += ["--batch_size=2", "--tokens_per_step=64", "--max_steps=400", "--eval_interval=1", "--eval_windows=2"]
+    options = [f"--{k}={v}" for k, v in (MODEL | {"n_embd": 256}).items()] + [
+        f"--data={data}",
+        "--device=cpu",
+    ]
+    options += [
+        "--batch_size=2",
+        "--tokens_per_step=64",
+        "--max_steps=400",
+        "--eval_interval=1",
+        "--eval_windows=2",
+    ]
     command = [sys.executable, "-c", code, str(T.ROOT), *options]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run([*command, f"--out_dir={tmp_path / 'straight'}"], check=True, **quiet)
@@ -679,7 +822,9 @@ def test_kill_9_while_a_checkpoint_is_written(data, tmp_path):
         resume = ["--resume"] if (out / "last.pt").exists() else []
         process = subprocess.Popen([*command, f"--out_dir={out}", *resume], **quiet)
         before = (out / "last.pt").stat().st_mtime_ns if resume else 0
-        while process.poll() is None and not ((out / "last.pt").exists() and moved(out / "last.pt", before)):
+        while process.poll() is None and not (
+            (out / "last.pt").exists() and moved(out / "last.pt", before)
+        ):
             time.sleep(0.005)
         time.sleep(rng.random() * 0.2)
         if process.poll() is not None:  # it came to its end: a few more steps for the next kills
@@ -707,15 +852,30 @@ def test_training_on_cuda(data, tmp_path, dtype):
     """Compiled, fused, in mixed precision, with the loss scaler for float16: it learns, and a resumed run goes on."""
     if dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("bfloat16 is not native on this device")
-    options = {"device": "cuda", "dtype": dtype, "compile": "true", "max_steps": 60, "eval_interval": 30}
+    options = {
+        "device": "cuda",
+        "dtype": dtype,
+        "compile": "true",
+        "max_steps": 60,
+        "eval_interval": 30,
+    }
     shape = {"n_embd": 64, "block_size": 128}
     write_data(tmp_path / "long", train_tokens=20_000, val_tokens=3000, document=700)
     options |= {"tokens_per_step": 512}
     run = trainer(tmp_path / "long", tmp_path / "out", model=shape, **options)
     assert run.model.attention == "fused" and run.scaler.is_enabled() == (dtype == "float16")
     run.loop()
-    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert log[-1]["loss"] < log[0]["loss"] - 1 and log[-1]["skipped"] < 10 and log[-1]["peak_memory"] > 0
-    resumed = trainer(tmp_path / "long", tmp_path / "out", model=shape, resume=True, **options | {"max_steps": 70})
+    log = [
+        json.loads(line)
+        for line in (tmp_path / "out/log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert (
+        log[-1]["loss"] < log[0]["loss"] - 1
+        and log[-1]["skipped"] < 10
+        and log[-1]["peak_memory"] > 0
+    )
+    resumed = trainer(
+        tmp_path / "long", tmp_path / "out", model=shape, resume=True, **options | {"max_steps": 70}
+    )
     resumed.loop()
     assert load_checkpoint(tmp_path / "out")["step"] == 70
