@@ -36,9 +36,7 @@ from runs import aligned, append_record, load_run, origin
 from streaming import KVCache, score
 from train import TrainConfig
 
-ENCODINGS = tuple(
-    pe + s for pe in ("nope", "sinusoidal", "rope", "alibi", "ggd") for s in ("", "-ssmax")
-)
+ENCODINGS = tuple(pe + s for pe in M.ENCODINGS for s in ("", "-ssmax"))
 
 
 @dataclass
@@ -110,21 +108,22 @@ def cases(cfg: BenchConfig, cuda: bool) -> list[Case]:
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: None, layout: M.Layout
+    q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: Tensor, layout: M.Layout
 ) -> Tensor:
-    """In the place of `model.reference_attention`: torch's causal attention, which knows no prior."""
+    """torch's causal attention, which knows no prior."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+
+
+M.ATTENTIONS["plain"] = plain_attention
 
 
 @contextmanager
 def attention_of(model: M.GPT, case: Case) -> Iterator[None]:
-    original = M.reference_attention
-    model.attention = "fused" if case.attention == "fused" else "reference"
-    M.reference_attention = plain_attention if case.attention == "plain" else original
+    model.attention = case.attention
     try:
         yield
     finally:
-        M.reference_attention = original
+        model.attention = "reference"
 
 
 def measure(
@@ -287,7 +286,7 @@ def dense_attention(
             )
             scores = scores + bias * scale
         elif attn.cfg.pe == "alibi":
-            scores = scores - attn.slopes[:, None, None] * (i - j)
+            scores = scores - attn.prior.slopes[:, None, None] * (i - j)
         out.append(scores.masked_fill(j > i, -torch.inf).softmax(-1) @ v)
     return torch.cat(out, dim=2)
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from data import encode_document, replacing
 from device import pick_device
 from eval_passkey import WORDINGS, PasskeyConfig, cost, make_prompts, texts_for
-from model import GPT, CausalSelfAttention, Layout, ModelConfig, Posterior, reference_posterior
+from model import GPT, CausalSelfAttention, ModelConfig, Posterior
 from runs import (
     BAR,
     PRETRAINED,
@@ -152,22 +152,6 @@ def attention_inputs(model: GPT, idx: Tensor) -> list[Tensor]:
     return [torch.cat(pieces, dim=1) for pieces in heard]
 
 
-def posterior_rows(
-    attn: CausalSelfAttention, q: Tensor, k: Tensor, layout: Layout, rows: Tensor
-) -> Posterior:
-    """Theorem 1 for the queries at the positions `rows` (R,) of q, k (1, H, T, D): (H, R, T) each, ln Z (H, R).
-
-    The scores that the model computes, in float64: a float32 sum of content and a large log-prior is not exact enough
-    to show that posterior = prior x content x Z."""
-    T = k.shape[2]
-    distance = rows[:, None] - torch.arange(T, device=k.device)  # (R, T)
-    mask = torch.zeros_like(distance, dtype=torch.float64).masked_fill_(distance < 0, -math.inf)
-    content, prior = q[0][:, rows].double() @ k[0].double().transpose(-2, -1), attn.log_prior(T)
-    bias = None if prior is None else prior.double()[:, distance.clamp(min=0)]
-    scale = layout.log_n[0][:, rows].double() if attn.prior_has_row_scale else None
-    return reference_posterior(content, bias, scale, mask)
-
-
 @torch.no_grad()
 def look(
     model: GPT, idx: Tensor, rows: Tensor, keep: Callable[[Posterior], Tensor]
@@ -178,9 +162,9 @@ def look(
     parts = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
     for block, x in zip(model.blocks, attention_inputs(model, idx.to(device)), strict=True):
         q, k, _ = block.attn.project(x, layout)
-        yield torch.cat(
-            [keep(posterior_rows(block.attn, q, k, layout, part)).cpu() for part in parts], dim=1
-        )
+        q, k = q.double(), k.double()  # exact enough to show posterior = prior x content x Z
+        found = (block.attn.posterior(q, k, layout, part) for part in parts)
+        yield torch.cat([keep(Posterior(*(t[0] for t in p))).cpu() for p in found], dim=1)
 
 
 def needle_mass(model: GPT, view: View) -> Tensor:
@@ -218,7 +202,7 @@ def most_retrieving(masses: Tensor, show: int) -> list[Head]:
 
 
 def has_prior(model: GPT) -> bool:
-    return model.cfg.pe in ("ggd", "alibi")
+    return model.blocks[0].attn.prior is not None
 
 
 def panels(
@@ -480,7 +464,7 @@ def acting_prior(attn: CausalSelfAttention, n: int) -> Tensor:
     prior = attn.log_prior(n)
     if prior is None:
         return torch.zeros(attn.cfg.n_head, n, dtype=torch.float64)
-    return prior.double().cpu() * (math.log(n) if attn.prior_has_row_scale else 1.0)
+    return prior.double().cpu() * attn.ssmax(torch.tensor(math.log(n), dtype=torch.float64))[1]
 
 
 def effective_width(prior: Tensor) -> int:
@@ -509,7 +493,7 @@ def heads_table(model: GPT) -> list[dict[str, Any]]:
         for h in range(model.cfg.n_head):
             row = {"head": f"{layer}.{h}"} | {name: values[name][layer][h] for name in values}
             if model.cfg.pe == "alibi":
-                row["alpha"] = 1 / block.attn.slopes[h].item()
+                row["alpha"] = 1 / block.attn.prior.slopes[h].item()
             elif model.cfg.pe == "ggd":
                 exponent = -row["theta_alpha"] / (row["theta_beta"] or math.nan)
                 row["alpha"] = math.exp(exponent) if abs(exponent) < 700 else None

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, LOSS_CHUNK, CausalSelfAttention, Layout, ModelConfig
+from model import GPT, LOSS_CHUNK, CausalSelfAttention, ModelConfig
 
 BLOCK = 256  # queries of a block, and keys of a block that is computed or skipped
 SKIP_TOLERANCE = (
@@ -106,7 +106,6 @@ class LayerCache:
         # the distances from a block of queries to the block of keys b + 1 before it are in the blocks b and b + 1
         peaks = block_maxima(prior)
         self.ceilings = torch.maximum(peaks[:, :-1], peaks[:, 1:]).expand(H, -1)
-        self.prior_has_row_scale = attn.prior_has_row_scale
         self.computed, self.visible = (
             torch.zeros(H, dtype=torch.int64),
             0,
@@ -307,16 +306,12 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
     return y
 
 
-def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layout) -> Tensor:
+def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, row_scale: Tensor) -> Tensor:
     """Attention of the queries q (B, H, R, D) at the positions stop - R ... stop - 1, in blocks that end where blocks
     of keys do. Only a query that sees a single key has ln n = 0; its weight is 1 whatever the scale, and a scale just
     above 0 keeps its future at -inf, where 0 would make it NaN."""
     out, start = torch.empty_like(q), stop - q.shape[2]
-    scale = (
-        layout.log_n[0, 0].clamp(min=1e-30)
-        if layer.prior_has_row_scale
-        else torch.ones_like(layout.log_n[0, 0])
-    )
+    scale = row_scale[0, 0].clamp(min=1e-30)
     begin = start
     while begin < stop:
         end = min(stop, (begin // BLOCK + 1) * BLOCK)
@@ -334,15 +329,12 @@ def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tenso
     x, layout = model.embed(idx, positions), model.layout(positions)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         q, k, v = block.attn.project(block.norm_attn(x), layout)
+        _, row_scale = block.attn.ssmax(layout.log_n)
         layer.append(start, k, v)
         if layer is cache.layers[-1]:
             last = slice(T - wanted, None)
-            x, q, layout = (
-                x[:, last],
-                q[:, :, last],
-                layout._replace(log_n=layout.log_n[:, :, last]),
-            )
-        x = x + block.attn.merge(attend(cache, layer, q, start + T, layout))
+            x, q, row_scale = x[:, last], q[:, :, last], row_scale[:, :, last]
+        x = x + block.attn.merge(attend(cache, layer, q, start + T, row_scale))
         x = x + block.mlp(block.norm_mlp(x))
     cache.used += T
     return x

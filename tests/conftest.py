@@ -20,10 +20,11 @@ import pytest
 import torch
 
 from data import get_tokenizer
+from model import ENCODINGS as KINDS
 from model import GPT, ModelConfig
 from runs import save_checkpoint
 
-ENCODINGS = list(itertools.product(["nope", "sinusoidal", "rope", "alibi", "ggd"], [False, True]))
+ENCODINGS = list(itertools.product(KINDS, [False, True]))
 
 
 def make_model(pe, ssmax, **changes):

@@ -107,12 +107,13 @@ def test_attention_equals_float64_wherever_theta_may_go(attention, s):
     prior = prior.masked_fill(distance < 0, -math.inf)
     prior = prior - prior.amax(-1, keepdim=True)
     expected = (q[0].double() @ k[0].double().transpose(1, 2) + prior).softmax(-1) @ v[0].double()
-    fused, n = attention == "fused", torch.arange(1, T + 1)[None]
-    mask = (M.visible_blocks if fused else M.visible)(T, None, None, q.device)
-    layout = M.Layout(n, log_n.float()[None, None], None, mask)
-    compute = M.fused_attention if fused else M.reference_attention
+    blocks = M.visible_blocks(T, None, None, q.device)
+    layout = M.Layout(
+        torch.arange(1, T + 1)[None], log_n.float()[None, None], None, attention, blocks
+    )
+    _, row_scale = attn.ssmax(layout.log_n)
     with torch.no_grad():
-        got = compute(q, k, v, attn.log_prior(T), None if s is None else layout.log_n, layout)[0]
+        got = M.ATTENTIONS[attention](q, k, v, attn.log_prior(T), row_scale, layout)[0]
     errors = (got.double() - expected).abs().amax((1, 2))
     worst = int(errors.argmax())
     assert errors.isfinite().all() and errors[worst] < 2e-4, (
@@ -135,12 +136,14 @@ def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
 
 
 def test_block_mask_hides_what_the_dense_mask_hides():
-    doc_ids, device = documents(300), torch.device("cpu")
+    doc_ids, device, model = documents(300), torch.device("cpu"), make_model("nope", False)
     for ids, window in itertools.product((None, doc_ids), (None, 7)):
         blocks = M.visible_blocks(300, ids, window, device)
         b, i, j = torch.arange(2)[:, None, None], torch.arange(300)[:, None], torch.arange(300)
         hidden = ~blocks.mask_mod(b, torch.tensor(0), i, j).expand(2, 300, 300)
-        dense = M.visible(300, ids, window, device).expand(2, 1, 300, 300)[:, 0]
+        model.window = window
+        positions = torch.arange(300)[None] if ids is None else M.positions_in_documents(ids)
+        dense = M.visible(model.layout(positions).n, i - j).expand(2, 1, 300, 300)[:, 0]
         assert torch.equal(hidden, dense == -torch.inf)
         computed = (
             blocks.to_dense()

@@ -265,11 +265,10 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
 @pytest.mark.parametrize("g", [30.0, 300.0])
 def test_z_is_at_least_1_and_large_where_content_fights_the_prior(g):
     """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g, also where e^-g is 0."""
-    mask = M.visible(3, None, None, torch.device("cpu"))
-    content = torch.tensor([[[[g, 0.0, 0.0]] * 3]])
-    near, far = M.toeplitz(torch.tensor([[0.0, -g, -g]])), M.toeplitz(torch.tensor([[-g, -g, 0.0]]))
-    agree = M.reference_posterior(content, far, None, mask).log_z[0, 0, 2].item()
-    fight = M.reference_posterior(content, near, None, mask).log_z[0, 0, 2].item()
+    content, row, mask = torch.tensor([[[[g, 0.0, 0.0]]]]), torch.ones(1, 1, 1, 1), torch.zeros(3)
+    far, near = torch.tensor([[[0.0, -g, -g]]]), torch.tensor([[[-g, -g, 0.0]]])
+    agree = M.reference_posterior(content, far, row, mask).log_z.item()
+    fight = M.reference_posterior(content, near, row, mask).log_z.item()
     assert agree == pytest.approx(0, abs=1e-6) and fight == pytest.approx(g - math.log(2), abs=1e-3)
     for pe, ssmax in ENCODINGS:
         assert (make_model(pe, ssmax).posteriors(tokens(12))[1].log_z > -1e-5).all()
@@ -310,10 +309,9 @@ def test_a_key_above_the_others_fades_without_ssmax_only(ssmax):
         q[:, 0, 0], k[:, 0, 1] = 1.0, g * math.sqrt(attn.cfg.head_dim)
         if ssmax:
             attn.s.fill_(s)
-        layout = M.GPT(attn.cfg).layout(
-            torch.arange(T)[None], mask=M.visible(T, None, None, x.device)
-        )
-        weight = attn.posterior(x, layout).posterior[0, :, :, 0]  # (H, T)
+        layout = M.GPT(attn.cfg).layout(torch.arange(T)[None])
+        q, k, _ = attn.project(x, layout)
+        weight = attn.posterior(q, k, layout).posterior[0, :, :, 0]  # (H, T)
     n = torch.arange(1.0, T + 1)
     above = n ** (s * g) if ssmax else math.exp(g)
     torch.testing.assert_close(

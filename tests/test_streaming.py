@@ -139,7 +139,7 @@ def dense_posterior(model, q, k):
     """In float64: (B, H, T, T)."""
     attn, T = model.blocks[0].attn, q.shape[2]
     distance = torch.arange(T)[:, None] - torch.arange(T)
-    scale = torch.arange(1, T + 1).double().log()[:, None] if attn.prior_has_row_scale else 1.0
+    _, scale = attn.ssmax(torch.arange(1, T + 1).double().log()[:, None])
     scores = (
         q.double() @ k.double().transpose(-1, -2)
         + scale * attn.log_prior(T).double()[:, distance.clamp(min=0)]
@@ -151,7 +151,8 @@ def attended(model, q, k, v, exact=False):
     T = q.shape[2]
     cache = S.KVCache(model, 2, T, exact)
     cache.layers[0].append(0, k, v)
-    return S.attend(cache, cache.layers[0], q, T, model.layout(torch.arange(T)[None])), cache
+    _, row_scale = model.blocks[0].attn.ssmax(model.layout(torch.arange(T)[None]).log_n)
+    return S.attend(cache, cache.layers[0], q, T, row_scale), cache
 
 
 def watch_left_out(monkeypatch, posterior):
@@ -334,7 +335,7 @@ FAR = torch.tensor([0, 1, 65_535, 524_287, 999_999, 1_000_000])
 def test_positions_are_exact_to_a_million_tokens():
     """ln n, RoPE's cos and sin, the sinusoidal table and the distance, against float64 by Python's math."""
     model = make_model("rope", True)
-    _, log_n, (cos, sin), _ = model.layout(FAR[None])
+    _, log_n, (cos, sin), *_ = model.layout(FAR[None])
     table = sinusoidal_table(FAR, 32) * math.sqrt(32)
     for row, position in enumerate(FAR.tolist()):
         assert log_n[0, 0, row, 0].item() == pytest.approx(math.log(position + 1), rel=1e-6)
