@@ -9,11 +9,10 @@ values, out_i = sum_j p_ij v_j. If a score is a content plus a position term, c_
     p_prior   = softmax_j b_ij                where the keys are: the prior, from their distances
     Z_i       = 1 / sum_j p_content p_prior   the normaliser of Bayes' rule
 
-because softmax(c + b) is proportional to e^c e^b, and each factor is its own softmax times a
-constant of the row. So an encoding that adds b is a choice of prior, to be judged by what it says
-of distances never trained on. ln Z_i couples the two. It is 0 if both put everything on the same
-key (the sum is at most 1, so Z >= 1), ln n if one of them is uniform on the n keys, and grows
-without bound the more they contradict each other.
+since softmax(c + b) is proportional to e^c e^b, and each factor to its own softmax. So an encoding
+that adds b is a choice of prior, to be judged by what it says of distances never trained on.
+ln Z_i is 0 if both put everything on one key (the sum is at most 1, so Z >= 1), ln n if one of them
+is uniform on the n keys, and has no bound where they contradict each other.
 
     pe          acts on     learned per head         b_ij, d = j - i <= 0      past training length
     nope        nothing     -                        0: uniform                attention fades
@@ -23,8 +22,7 @@ without bound the more they contradict each other.
     ggd         scores      theta_alpha, theta_beta  -|(d - mu) / alpha|^beta  as the prior says
 
 SSMax is orthogonal to all five: it multiplies c and b of a row by s ln n (ALiBi: c only), so that
-attention does not fade as n grows. Theorem 1 holds for what is really added: content
-s ln n q.k / sqrt(D) and prior s ln n b.
+attention does not fade as n grows. Theorem 1 then holds for what is really added.
 Shapes: B batch, H heads, T query, S key, D head dim, C width, V vocabulary, R some of the queries.
 Units: tokens; nats for scores and priors.
 
@@ -72,12 +70,12 @@ def alibi_slopes(n_head: int) -> Tensor:
 
 
 class AlibiPrior(nn.Module):
-    """Laplace log-prior with fixed scales: ALiBi.
+    """Laplace log-prior: ALiBi.
 
     Lemma 2: b = -m |d|, so p_prior is proportional to exp(-|d| / (1/m)): a Laplace density of scale
     1/m, cut to the visible keys. Lemma 3: its mass beyond a distance w is at most e^(-m (w + 1)),
     whatever n. Content scores within +-c raise that by at most e^(2c), or with SSMax, where c
-    becomes s c ln n, by n^(2sc): the reach then grows as ln n. So ALiBi becomes local attention and
+    becomes s c ln n, by n^(2sc): the reach grows as ln n. So ALiBi becomes local attention and
     cannot find a needle far away."""
 
     takes_ssmax = False  # as in the paper's baseline
@@ -96,27 +94,23 @@ class GGDPrior(nn.Module):
     The density is p(d) = beta / (2 alpha Gamma(1/beta)) * exp(-|(d - mu) / alpha|^beta). The factor
     before exp is the same for every key of a row, so softmax cancels it, and with it the need for
     beta > 0: over finitely many keys any b can be normalised. With theta_beta = beta,
-    alpha = exp(-theta_alpha / theta_beta) where beta is not 0, and
-    mu = exp(theta_mu) - exp(-theta_mu), the log-prior that is left is
-        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta,
-    computed as -e^x with x = theta_alpha + beta ln(|d - mu| + EPSILON): smooth in theta_beta, and
-    finite where d = mu and beta < 0. Above MAX_EXPONENT the tangent of e^x takes its place, so that
+    alpha = exp(-theta_alpha / beta) if beta is not 0, and mu = exp(theta_mu) - exp(-theta_mu),
+        b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta
+    is left. It is computed as -e^x, x = theta_alpha + beta ln(|d - mu| + EPSILON): smooth in beta,
+    and finite where d = mu and beta < 0. Above MAX_EXPONENT the tangent replaces e^x, so that
     farther keys still are less likely. mu < 0 puts the peak |mu| tokens back. For mu = 0:
         beta = 2      Gaussian
         beta = 1      Laplace: ALiBi with slope e^theta_alpha (but SSMax multiplies this b)
         0 < beta < 1  heavier tail: b falls without limit, but slower than any line
         beta = 0      b = -e^theta_alpha for every key: uniform, NoPE (where the paper starts)
-        beta < 0      no density (the paper's relaxation): the own token is silenced, and other keys
-                      as far as e^theta_alpha |d|^beta is large. Far away b -> 0: all far keys are
-                      equal, retrieval anywhere
+        beta < 0      no density (the paper's relaxation): the own token is silenced, and others as
+                      far as e^theta_alpha |d|^beta is large. Far keys are equal: retrieval anywhere
     A trained head is called local for beta > 0, retrieval for -0.6 <= beta <= 0, aggressive below.
-    SSMax (s > 0) gives alpha_eff = alpha (s ln n)^(-1/beta). As n grows a local head narrows and an
-    anti-local head widens the zone that it silences: slowly for |beta| of 1 and more, without limit
-    near 0. When s ln n doubles, alpha_eff changes by 2^(-1/beta): half for beta = 1, 1,024 times
-    for beta = -0.1.
-    Gradients at theta = 0: db/dtheta_beta = -ln(|d| + EPSILON), which is 11.5 at the own token;
-    db/dtheta_alpha = -1 for every key, which softmax cancels to 0.
-    Counts: 2 scalars x 16 heads x 12 layers = 384 in the 120M model.
+    SSMax (s > 0) gives alpha_eff = alpha (s ln n)^(-1/beta): as n grows a local head narrows and an
+    anti-local head silences a wider zone. When s ln n doubles, alpha_eff changes by 2^(-1/beta):
+    half for beta = 1, 1,024 times for beta = -0.1.
+    At theta = 0 db/dtheta_beta is -ln(|d| + EPSILON), 11.5 at the own token, and db/dtheta_alpha is
+    -1 for every key, which softmax cancels. The 120M model has 2 x 16 x 12 = 384 such scalars.
     """
 
     takes_ssmax = True  # the whole log-posterior is sharpened
@@ -129,7 +123,7 @@ class GGDPrior(nn.Module):
             value = torch.tensor(starts[layer * cfg.n_head :][: cfg.n_head], dtype=torch.float32)
             if name in cfg.theta_learned:
                 setattr(self, f"theta_{name}", nn.Parameter(value))  # (H,)
-            else:  # saved with the model, but without a gradient, and not counted as a parameter
+            else:  # saved, but neither trained nor counted as a parameter
                 self.register_buffer(f"theta_{name}", value)
 
     def forward(self, n: int) -> Tensor:
@@ -142,15 +136,14 @@ class GGDPrior(nn.Module):
         return -torch.exp(capped) * (1 + x - capped)
 
 
-# A new prior is a class like these and an entry here. Its learned scalars are (H,) parameters named
-# theta_...; training, evaluation, plots and the skipping of streaming.py then follow by themselves.
+# A new prior is a class like these, with (H,) parameters named theta_..., and an entry here.
+# Training, evaluation, plots and streaming.py then follow by themselves.
 PRIORS = {"alibi": AlibiPrior, "ggd": GGDPrior}
 ENCODINGS = ("nope", "sinusoidal", "rope", *PRIORS)
 
 
 # Encodings without a prior ------------------------------------------------------------------------
-# They act on the embeddings (sinusoidal), or on q and k (RoPE). Any length; angles in float64,
-# because a float32 angle of 1,000,000 radians is wrong in its second decimal.
+# For any length. Angles in float64: in float32, 1,000,000 radians are wrong in the second decimal.
 
 
 def angles(positions: Tensor, channels: int, base: float) -> Tensor:
@@ -181,17 +174,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # Plain softmax fades: a key whose score is g above n - 1 equal others has the weight
 # e^g / (e^g + n - 1), which goes to 0 as n grows. Scalable-Softmax takes n as the base,
 # n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the same key has the weight
-# n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. s: one scalar per
-# head, learned; n: the keys this query can see. s ln n multiplies content and GGD prior together;
-# for ALiBi the content only. A negative s flips both. `CausalSelfAttention.ssmax` says it in code.
+# n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. Each head learns its
+# s; n is the number of keys that this query sees. s ln n multiplies content and GGD prior, or with
+# ALiBi the content only: see `CausalSelfAttention.ssmax`. A negative s flips both.
 #
-# A virtual length (not in the paper). Past the training length s ln n is larger than training has
-# ever seen: local heads narrow, wide ones turn steep, and what they tell the next layer changes. So
-# training can take n as e^u times what it is, with u uniform in 0 ... ln(virtual_length), one draw
-# for a window: s ln n becomes s (ln n + u), the sharpness of a text e^u times as long. Local heads
-# then learn a shape that holds at every sharpness, and far-looking heads become flat, since a slope
-# that is harmless at one sharpness hides far keys at another. Nearest relative: randomized
-# positional encodings (Ruoss et al. 2023), which draw positions where this draws a length.
+# A virtual length (not in the paper). Past the training length s ln n is larger than ever seen in
+# training: local heads narrow, wide ones turn steep, and the next layer reads something new. So
+# training can take n as e^u times what it is, u uniform in 0 ... ln(virtual_length), drawn once for
+# a window: s ln n becomes s (ln n + u), the sharpness of a text e^u times as long. Local heads then
+# learn a shape that holds at every sharpness, and far-looking heads become flat, since a slope that
+# is harmless at one sharpness hides far keys at another. Nearest relative: randomized positional
+# encodings (Ruoss et al. 2023), which draw positions where this draws a length.
 
 
 @dataclass
@@ -225,28 +218,26 @@ class ModelConfig:
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
-        names = ("vocab_size", "vocab_multiple", "n_layer", "n_head", "n_embd", "block_size")
-        sizes = {name: getattr(self, name) for name in names}
-        for name, size in (sizes | {"ffn_mult x n_embd": self.hidden}).items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1")
+        for name in ("vocab_size", "vocab_multiple", "n_layer", "n_head", "n_embd", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.hidden < 1:
+            raise ValueError(f"ffn_mult is {self.ffn_mult}; it must leave at least 1 hidden unit")
         if self.pe not in ENCODINGS:
             raise ValueError(f"pe is {self.pe}; it must be one of {', '.join(ENCODINGS)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if {"rope": self.head_dim, "sinusoidal": self.n_embd}.get(self.pe, 0) % 2:
-            raise ValueError(f"pe {self.pe} needs pairs of channels; n_embd {self.n_embd} is odd")
-        if self.virtual_length < 1 or (self.virtual_length > 1 and not self.ssmax):
-            given = f"{self.virtual_length:g}"
-            raise ValueError(f"virtual_length is {given}; it must be 1, or with ssmax more")
+            raise ValueError(f"pe {self.pe} works on pairs of channels; double n_embd")
+        if self.virtual_length < 1 or self.virtual_length > 1 and not self.ssmax:
+            raise ValueError(f"virtual_length is {self.virtual_length}; take 1, or more with ssmax")
+        heads, both = self.n_head, self.n_layer * self.n_head
         for name in ("theta_alpha", "theta_beta", "theta_mu"):
-            counts = (1, self.n_head, self.n_layer * self.n_head)
-            if (got := len(getattr(self, name))) not in counts:
-                some = f"{counts[1]} (one per head) or {counts[2]} (and layer)"
-                raise ValueError(f"{name} has {got} values; give 1, {some}")
+            if (got := len(getattr(self, name))) not in (1, heads, both):
+                counts = f"1, {heads} (one per head) or {both} (and layer)"
+                raise ValueError(f"{name} has {got} values; give {counts}")
         if unknown := set(self.theta_learned) - {"alpha", "beta", "mu"}:
-            unknown = ", ".join(sorted(unknown))
-            raise ValueError(f"theta_learned names {unknown}; it may hold alpha, beta and mu")
+            raise ValueError(f"theta_learned names {min(unknown)}; it may hold alpha, beta and mu")
 
     @property
     def head_dim(self) -> int:
@@ -265,7 +256,7 @@ class ModelConfig:
 
 
 class Layout(NamedTuple):
-    """What every layer needs to know about the rows of a batch; computed once per forward."""
+    """What every layer needs to know about the rows; computed once per forward."""
 
     n: Tensor  # (B or 1, T) int64: the number of keys that the query can see, itself included
     log_n: Tensor  # (B or 1, 1, T, 1) float32: its logarithm
@@ -305,15 +296,15 @@ def visible_blocks(T: int, doc_ids: Tensor | None, window: int | None, device) -
 
 
 # Attention ----------------------------------------------------------------------------------------
-# q is scaled and k is plain, so that q.k is the content. log_prior (H, T) by distance, or None, is
-# multiplied by row_scale (B or 1, 1, T, 1). The reference is the definition: explicit scores,
-# float32 softmax, differentiable everywhere.
+# An attention takes q, k, v (B, H, T, D), q scaled so that q.k is the content; the log_prior (H, T)
+# by distance, or None; row_scale (B or 1, 1, T, 1), which multiplies it. It returns the posterior
+# expectation of the values, like q. The reference is the definition, differentiable everywhere.
 
 
 def toeplitz(vector: Tensor, rows: int) -> Tensor:
-    """(H, T) by distance -> (H, rows, T), the last rows of a T x T matrix: element (i, j) is
-    vector[i - j] where j <= i, else 0, for the mask to hide. Row i is a slice of the reversed
-    vector from place T - 1 - i on, so all rows are windows of one padded vector."""
+    """(H, T) by distance -> (H, rows, T), the last rows of the T x T matrix of vector[i - j]; 0 for
+    the mask to hide where j > i. Row i is the reversed vector from place T - 1 - i on, so all rows
+    are windows of one padded vector."""
     return F.pad(vector.flip(-1), (0, rows - 1)).unfold(-1, vector.shape[-1], 1).flip(-2)
 
 
@@ -323,12 +314,9 @@ def log_posterior(scores: Tensor, prior: Tensor | None, row_scale: Tensor, mask:
     return (scores if prior is None else torch.addcmul(scores, prior, row_scale)) + mask
 
 
-def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor, layout: Layout
-) -> Tensor:
-    """The posterior expectation of the values: q, k, v (B, H, T, D) -> like q.
-
-    Queries are taken in blocks, with the keys up to a block's end: scores stay in fast memory."""
+def reference_attention(q, k, v, log_prior, row_scale, layout: Layout) -> Tensor:
+    """Explicit scores and softmax in float32. Queries are taken in blocks, with the keys up to the
+    block's end, so that scores stay in fast memory."""
     B, H, T, _ = q.shape
     rows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (B * H * T))
     places, out = torch.arange(T, device=q.device), []
@@ -347,21 +335,19 @@ def reference_attention(
 compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # when it is first called
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_prior: Tensor | None, row_scale: Tensor, layout: Layout
-) -> Tensor:
-    """The same as one kernel (FlexAttention), for training on CUDA: there is no T x T tensor.
+def fused_attention(q, k, v, log_prior, row_scale, layout: Layout) -> Tensor:
+    """The same as one kernel (FlexAttention), for training on CUDA.
 
     The kernel makes a block of q.k in float32, passes each score through `add_prior` and keeps a
-    running softmax. The prior is gathered once from its vector: a learnable tensor may be read only
-    once here, and its gradient is an atomic sum over all scores that share an entry, so H x T
-    entries beat H scalars. From the vector to theta and s autograd goes on outside.
+    running softmax. It gathers the prior from its vector: a learnable tensor may be read only once
+    here, and its gradient is an atomic sum over all scores that share an entry, so H x T entries
+    beat H scalars. From the vector to theta and s autograd works outside.
 
     A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and
-    db/dtheta is as large as b, which for beta < 0 is huge at the own token. There b is cut to so
-    far from its neighbour's that it silences the token, or for s < 0 all others, just as well; a
-    cut value has no gradient, as it should. Nor can the running softmax tell large scores apart, so
-    from each row the largest prior that it sees is subtracted.
+    db/dtheta is as large as b, which for beta < 0 is huge at the own token. There b is cut so far
+    from its neighbour's that it silences the token, or for s < 0 all others, just as well; a cut
+    value has no gradient, as it should. Nor can the running softmax tell large scores apart, so
+    each row's largest visible prior is subtracted.
     """
     if log_prior is not None:
         own, neighbour = log_prior[:, :1], log_prior[:, :2].detach()[:, -1:]  # T = 1: itself
@@ -377,9 +363,7 @@ def fused_attention(
         # abs: some scores above the diagonal are computed, for the mask to hide
         return score + (log_prior[h, (i - j).abs()] - top[h, b, i]) * row_scale[b, i]
 
-    return compiled_flex_attention(
-        q, k, v, score_mod=add_prior, block_mask=layout.blocks, scale=1.0
-    )
+    return compiled_flex_attention(q, k, v, add_prior, layout.blocks, scale=1.0)
 
 
 ATTENTIONS = {"reference": reference_attention, "fused": fused_attention}
@@ -394,9 +378,7 @@ class Posterior(NamedTuple):
     log_z: Tensor  # (B, H, R)
 
 
-def reference_posterior(
-    scores: Tensor, prior: Tensor | None, row_scale: Tensor, mask: Tensor
-) -> Posterior:
+def reference_posterior(scores: Tensor, prior, row_scale: Tensor, mask: Tensor) -> Posterior:
     """The scores of `log_posterior`, taken apart (Theorem 1)."""
     content = (scores + mask).log_softmax(-1)
     alone = log_posterior(torch.zeros_like(scores), prior, row_scale, mask).log_softmax(-1)
@@ -453,18 +435,15 @@ class CausalSelfAttention(nn.Module):
         attention = ATTENTIONS[layout.attention]
         return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), row_scale, layout))
 
-    def posterior(
-        self, q: Tensor, k: Tensor, layout: Layout, rows: Tensor | None = None
-    ) -> Posterior:
+    def posterior(self, q: Tensor, k: Tensor, layout: Layout, rows=None) -> Posterior:
         """Theorem 1 for the queries at the places `rows` (R,), or all, of what `project` gave; in
         q's number format. float64 shows posterior = prior * content * Z beside any log-prior."""
-        T = k.shape[2]
-        places = torch.arange(T, device=k.device)
+        places = torch.arange(k.shape[2], device=k.device)
         rows = places if rows is None else rows
         distance = rows[:, None] - places
         with torch.autocast(q.device.type, enabled=False):
             content = q[:, :, rows] @ k.transpose(-2, -1)
-        prior, (_, row_scale) = self.log_prior(T), self.ssmax(layout.log_n[:, :, rows])
+        prior, (_, row_scale) = self.log_prior(len(places)), self.ssmax(layout.log_n[:, :, rows])
         if prior is not None:
             prior = prior.to(q.dtype)[:, distance.clamp(min=0)]
         mask = visible(layout.n[:, rows], distance)
@@ -516,13 +495,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal weights of mean 0; norms start at 1, s at ssmax_init, theta where the config says.
+        """Normal weights of mean 0 and this std; norms are 1, s and theta as the config says.
 
-        embedding, v, gate_up, head  std = n_embd ** -0.5  (a unit-RMS input: v, logits of RMS 1)
-        q, k                         std = (3 n_embd) ** -0.5  (PyTorch's default, as in the paper:
-                                     scores of RMS 1/3, which s ln n sharpens; with scores of RMS 1
-                                     a query begins with very few keys)
-        out, down                    std = (2 n_layer n_embd) ** -0.5  (2 n_layer branches add up)
+        embedding, v, gate_up, head  n_embd ** -0.5: a unit-RMS input gives v and logits of RMS 1
+        q, k                         (3 n_embd) ** -0.5: PyTorch's default, as in the paper. Scores
+                                     of RMS 1/3, which s ln n sharpens; with an RMS of 1 a query
+                                     would begin with very few keys
+        out, down                    (2 n_layer n_embd) ** -0.5: 2 n_layer branches add up
         """
         std = self.cfg.n_embd**-0.5
         for name, p in self.named_parameters():
@@ -555,19 +534,14 @@ class GPT(nn.Module):
         """(..., C) -> (..., V): final norm and output layer, without the vocabulary's padding."""
         return self.head(self.norm(x))[..., : self.cfg.vocab_size]
 
-    def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        log_virtual: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (B, T, V), or with targets (B, T; -100 is not counted) the mean loss in nats.
+    def forward(self, idx: Tensor, targets=None, doc_ids=None, log_virtual=None) -> Tensor:
+        """Logits (B, T, V) for idx (B, T), or with targets (B, T; -100 is not counted) the mean
+        cross entropy in nats.
 
         doc_ids (B, T), growing along a row, as `documents` gives them: attention, distances, n and
-        positions stay inside a document, so packed documents are computed as separate ones, for
-        every encoding. (The authors count the sinusoidal's positions over the whole window.)
-        log_virtual (B,): what is added to ln n in each row, when training draws a virtual length.
+        positions stay inside a document, so packed documents equal separate ones, for every
+        encoding. (The authors count the sinusoidal's positions over the whole window.)
+        log_virtual (B,): added to ln n in each row, when training draws a virtual length.
         """
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None]
@@ -611,8 +585,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def constrain(self) -> None:
-        """Put theta_beta back to theta_beta_min where a step went below. A clamp inside the prior
-        would give the same value, but no gradient: a head below could never come back."""
+        """Put theta_beta back to theta_beta_min where a step went below. Clamped inside the prior
+        it would get no gradient, and could never come back."""
         if self.cfg.pe == "ggd":
             for block in self.blocks:
                 block.attn.prior.theta_beta.clamp_(min=self.cfg.theta_beta_min)
@@ -625,24 +599,19 @@ class GPT(nn.Module):
             groups[kind or ("norm" if "norm" in name else "matrix")].append(p)
         return groups
 
-    def optimizer_groups(
-        self, lr: float, prior_lr: float, ssmax_lr: float, weight_decay: float
-    ) -> list[dict]:
+    def optimizer_groups(self, lr: float, prior_lr: float, ssmax_lr: float, weight_decay: float):
         """For a torch optimizer. Only matrices decay; theta and s have their own rates."""
-        rates = {"matrix": lr, "norm": lr, "theta": prior_lr, "s": ssmax_lr}
-        decay = {"matrix": weight_decay, "norm": 0.0, "theta": 0.0, "s": 0.0}
+        rates, decay = {"theta": prior_lr, "s": ssmax_lr}, {"matrix": weight_decay}
         return [
-            {"name": name, "params": params, "lr": rates[name], "weight_decay": decay[name]}
-            for name, params in self.parameter_groups().items()
-            if params
+            {"name": k, "params": p, "lr": rates.get(k, lr), "weight_decay": decay.get(k, 0.0)}
+            for k, p in self.parameter_groups().items()
+            if p
         ]
 
     def flops_per_token(self, T: int) -> int:
-        """Operations that training on one token of a window of T needs; no recomputation counted.
-
-        Each weight multiplies and adds once in the forward pass and twice in the backward; so do,
-        for queries and for values, the (T + 1) / 2 keys that a causal query sees on average. An
-        untied embedding is only looked up."""
+        """Operations of training on one token in a window of T, without recomputation. Each weight
+        multiplies and adds once in the forward pass and twice in the backward; so do, for queries
+        and values, the (T + 1) / 2 keys that a query sees on average. Embeddings are looked up."""
         weights = sum(p.numel() for p in self.parameter_groups()["matrix"])
         weights -= 0 if self.cfg.tie_embeddings else self.embedding.weight.numel()
         return 6 * weights + 6 * self.cfg.n_layer * self.cfg.n_embd * (T + 1)

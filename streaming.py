@@ -167,7 +167,7 @@ class Queries(NamedTuple):
 def prior_strip(
     reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int
 ) -> Tensor:
-    """Log-prior of the queries stop - 1, stop - 2, ... (rows of them) by the keys begin ... end - 1.
+    """Log-prior of `rows` queries stop - 1, stop - 2, ... by the keys begin ... end - 1.
 
     reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf for the future.
     From key to key and from row to row the distance falls by one: each row is the vector from one

@@ -11,9 +11,8 @@ from conftest import ENCODINGS, make_model
 
 import model as M
 
-ATOL = (
-    2e-4  # of logits of size 1: float32 makes up to 1e-5; a wrong n, distance or mask at least 1e-2
-)
+# of logits of size 1: float32 makes up to 1e-5; a wrong n, distance or mask at least 1e-2
+ATOL = 2e-4
 needed = torch.backends.cpu.get_cpu_capability().startswith("AVX") and (
     shutil.which("g++") or shutil.which("clang++")
 )
@@ -27,7 +26,7 @@ def tokens(T, B=2):
 
 
 def documents(T, B=2):
-    """Three documents a row, cut elsewhere in every row; the last one is longer than a block of the mask."""
+    """Three documents a row, cut elsewhere in each; the last is longer than a block of the mask."""
     cuts = torch.tensor([[T // 9 + 3 * b, T // 3 - 5 * b] for b in range(B)])
     return (torch.arange(T)[None, :, None] >= cuts[:, None]).sum(-1)
 
@@ -84,7 +83,7 @@ GRID += [(alpha, 0, mu) for alpha in (0, 12, 40) for mu in (90, -90)]  # mu beyo
 @pytest.mark.parametrize("s", [None, 0.3, -0.3])
 @pytest.mark.parametrize("attention", ["reference", pytest.param("fused", marks=compiler)])
 def test_attention_equals_float64_wherever_theta_may_go(attention, s):
-    """A head for each theta_alpha, theta_beta and theta_mu; content scores of some nats, as in a trained model."""
+    """A head for each theta_alpha, theta_beta and theta_mu; content of some nats, as if trained."""
     H, D, T = len(GRID), 8, 150
     thetas = dict(
         zip(("theta_alpha", "theta_beta", "theta_mu"), zip(*GRID, strict=True), strict=True)
@@ -123,7 +122,7 @@ def test_attention_equals_float64_wherever_theta_may_go(attention, s):
 
 @compiler
 def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
-    torch.compiler.reset()  # the ten encodings have used up the variants that one function may be compiled for
+    torch.compiler.reset()  # the encodings used up the variants that a function may be compiled for
     model, idx = make_model("rope", False, n_embd=64), tokens(200)
     with torch.no_grad():
         model.window = 20
@@ -161,8 +160,8 @@ def test_evaluation_uses_the_reference():
     assert torch.equal(model(tokens(20)), expected) and len(model.posteriors(tokens(20))) == 2
 
 
-# Values and all gradients on CUDA. The truth is the float64 model of reference.py; in bfloat16 the fused kernel may not
-# be further from it than the reference attention, up to a factor, in the same autocast.
+# Values and all gradients on CUDA. The truth is the float64 model of reference.py; in bfloat16 the
+# fused kernel may not be further from it than the reference attention, up to a factor.
 
 
 def run(model, idx, doc_ids, weight, dtype, attention="fused", compiled=False):
@@ -224,7 +223,7 @@ def test_fused_values_and_gradients_on_cuda(pe, ssmax, T):
 @pytest.mark.cuda
 @pytest.mark.parametrize("s", [None, 0.3, -0.3])
 def test_fused_gradients_of_extreme_priors_on_cuda(s):
-    """Where the prior alone decides, its gradient is 0, and not rounding noise times a huge log-prior."""
+    """Where the prior alone decides, its gradient is 0, not rounding noise times a huge prior."""
     model = make_model("ggd", s is not None, n_head=2, n_embd=96, **EXTREME)
     if s is not None:
         torch.nn.init.constant_(model.blocks[0].attn.s, s)
@@ -241,7 +240,7 @@ def test_fused_gradients_of_extreme_priors_on_cuda(s):
     ("pe", "ssmax"), [("rope", False), ("alibi", False), ("ggd", False), ("ggd", True)]
 )
 def test_fused_inside_a_compiled_model_on_cuda(pe, ssmax):
-    """As train.py runs it: the prior's vector is made in the compiled region and must still get its gradient."""
+    """As train.py runs it: the prior's vector, made inside the compiled region, gets its gradient."""
     model, idx, doc_ids = make_model(pe, ssmax, n_head=2, n_embd=96), tokens(512), documents(512)
     weight = torch.randn(2, 512, 257, generator=torch.Generator().manual_seed(1))
     expected = truth(model, idx, doc_ids, weight)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import model as M
 import runs as checkpoint
+from streaming import score
 
 EOT = 256
 
@@ -129,7 +130,7 @@ def test_prior_values_and_gradients_with_distance_0(beta):
 
 @pytest.mark.parametrize("beta", [2.0, 1.0, 0.5])
 def test_log_prior_is_the_generalized_gaussian_density_up_to_a_constant(beta):
-    """alpha = exp(-theta_alpha / theta_beta); the density's own constant is the same for every distance."""
+    """alpha = exp(-theta_alpha / theta_beta); its constant is the same for every distance."""
     prior = M.GGDPrior(
         make_model("ggd", False, theta_alpha=(0.7,), theta_beta=(beta,), theta_mu=(-0.4,)).cfg
     )
@@ -155,7 +156,7 @@ def test_gradient_of_the_prior_at_theta_0():
 
 @pytest.mark.parametrize("beta", [2.0, 0.5, 0.0, -0.5, -1.0, -3.0, -4.0])
 def test_gradients_of_the_prior_at_the_own_token(beta):
-    """db/dtheta_alpha = b and db/dtheta_beta = b ln EPSILON, up to MAX_EXPONENT; beyond it, those of the tangent."""
+    """db/dtheta_alpha = b, db/dtheta_beta = b ln EPSILON; beyond MAX_EXPONENT the tangent's."""
     prior = M.GGDPrior(make_model("ggd", False, theta_alpha=(0.3,), theta_beta=(beta,)).cfg)
     b = prior(10)[:, 0]
     b.sum().backward()
@@ -264,7 +265,7 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
 
 @pytest.mark.parametrize("g", [30.0, 300.0])
 def test_z_is_at_least_1_and_large_where_content_fights_the_prior(g):
-    """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g, also where e^-g is 0."""
+    """Both on one key: ln Z = 0. Each certain of another, by g nats: about g, even if e^-g is 0."""
     content, row, mask = torch.tensor([[[[g, 0.0, 0.0]]]]), torch.ones(1, 1, 1, 1), torch.zeros(3)
     far, near = torch.tensor([[[0.0, -g, -g]]]), torch.tensor([[[-g, -g, 0.0]]])
     agree = M.reference_posterior(content, far, row, mask).log_z.item()
@@ -336,7 +337,7 @@ def test_rope_depends_on_the_distance_only():
 
 @pytest.mark.parametrize("pe", ["nope", "alibi", "ggd"])
 def test_a_virtual_length_is_a_larger_n(pe):
-    """Training with ln n + u is attention with the base n e^u, row by row; a single key has all the weight anyway."""
+    """Training with ln n + u has the base n e^u; a single key has all the weight anyway."""
     model, idx, u = (
         make_model(pe, True, virtual_length=50.0),
         tokens(12),
@@ -373,8 +374,8 @@ def test_positions_angles_and_ln_n_are_exact_to_a_million():
 
 
 def test_attention_starts_as_flat_as_the_papers():
-    """s = 1 and theta = 0 at the width of the 120M model: with q and k from PyTorch's default the mean largest weight
-    of 512 rows is 0.15 and 0.14 in the first two layers; with std n_embd ** -0.5 it would be 0.48 and 0.71."""
+    """s = 1, theta = 0, the 120M model's width. With q and k from PyTorch's default the mean largest
+    weight of 512 rows is 0.15 and 0.14; with std n_embd ** -0.5 it would be 0.48 and 0.71."""
     torch.manual_seed(0)
     model = M.GPT(M.ModelConfig(n_layer=2))
     for found in model.posteriors(tokens(512, B=1)):
@@ -382,7 +383,7 @@ def test_attention_starts_as_flat_as_the_papers():
 
 
 def test_ssmax_on_the_content_alone():
-    """Another model than with SSMax on the whole log-posterior; both are those of the float64 reference."""
+    """Another model than with SSMax on everything; both are those of the float64 reference."""
     idx, found = tokens(14, B=1), []
     for scales in ("content", "posterior"):
         model = make_model("ggd", True, ssmax_scales=scales)
@@ -404,6 +405,39 @@ def test_beta_is_kept_at_its_least_value():
     free = make_model("ggd", True)
     free.constrain()
     assert free.prior_values()["theta_beta"] == before
+
+
+class StudentPrior(torch.nn.Module):
+    """Student's t: b = -(nu + 1) / 2 ln(1 + (d / scale)^2 / nu), with nu and scale as e^theta."""
+
+    takes_ssmax = True
+
+    def __init__(self, cfg, layer=0):
+        super().__init__()
+        self.theta_nu = torch.nn.Parameter(torch.zeros(cfg.n_head))
+        self.register_buffer("theta_scale", torch.linspace(-2.0, 1.0, cfg.n_head))
+
+    def forward(self, n):
+        nu, scale = self.theta_nu.exp()[:, None], self.theta_scale.exp()[:, None]
+        return -(nu + 1) / 2 * torch.log1p((torch.arange(n) / scale) ** 2 / nu)
+
+
+def test_a_new_prior_is_a_class_and_an_entry(monkeypatch):
+    """Everything else follows: groups, gradients, values, the cache, posteriors."""
+    monkeypatch.setitem(M.PRIORS, "student", StudentPrior)
+    monkeypatch.setattr(M, "ENCODINGS", (*M.ENCODINGS, "student"))
+    model, idx = make_model("student", True), tokens(300)
+    assert list(model.prior_values()) == ["theta_nu", "theta_scale", "s"]
+    assert len(model.parameter_groups()["theta"]) == model.cfg.n_layer
+    model(idx, idx.roll(-1, 1)).backward()
+    assert all(block.attn.prior.theta_nu.grad.abs().sum() > 0 for block in model.blocks)
+    b, row = model.blocks[0].attn.prior(300), torch.tensor(300.0).log()
+    added = model.blocks[0].attn.log_prior(300) * model.blocks[0].attn.ssmax(row)[1]
+    torch.testing.assert_close(added, row * model.blocks[0].attn.s[:, None] * b)
+    posterior = model.posteriors(idx, torch.tensor([0, 299]))[0]
+    assert torch.equal(posterior.prior, model.posteriors(idx)[0].prior[:, :, [0, 299]])
+    expected = model(idx).log_softmax(-1)[:, -11:-1].gather(-1, idx[:, -10:, None])[..., 0]
+    torch.testing.assert_close(score(model, idx, 10)[0], expected, atol=1e-4, rtol=0)
 
 
 def test_sinusoidal_table_is_as_large_as_the_embeddings():
@@ -507,7 +541,7 @@ def test_loss_in_chunks_is_the_loss(monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_are_those_of_the_matrix_products(tied):
-    """Counted by torch in a forward and a backward pass; attention there multiplies all T keys, causal or not."""
+    """Counted by torch in a step; attention there multiplies all T keys, causal or not."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, T = make_model("rope", True, tie_embeddings=tied), 40

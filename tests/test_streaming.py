@@ -111,7 +111,7 @@ def test_prior_strip_is_the_prior_by_distance():
             assert torch.equal(strip[:, r, c], expected)
 
 
-# Skipping ------------------------------------------------------------------------------------------------------------
+# Skipping -----------------------------------------------------------------------------------------
 
 SHAPES = {
     "window": (-3.24, 8.0),
@@ -122,7 +122,7 @@ SHAPES = {
 
 
 def one_layer(ssmax, s=0.5, theta_mu=0.0, T=400, B=2):
-    """A layer with a head of each shape, and q, k, v for it, among them a key so large that it is heard far away."""
+    """A layer with a head of each shape; one of its keys is so large that it is heard far away."""
     alpha, beta = zip(*SHAPES.values(), strict=True)
     model = make_model(
         "ggd", ssmax, n_layer=1, theta_alpha=alpha, theta_beta=beta, theta_mu=(theta_mu,)
@@ -156,7 +156,7 @@ def attended(model, q, k, v, exact=False):
 
 
 def watch_left_out(monkeypatch, posterior):
-    """Lets `needed_blocks` also note, for each head, the largest posterior mass that a query loses."""
+    """Lets `needed_blocks` note, for each head, the largest posterior mass that a query loses."""
     left_out, needed_blocks = torch.zeros(4), S.needed_blocks
 
     def watched(queries, log_evidence, norms, *rest):
@@ -193,7 +193,7 @@ def test_skipping_leaves_out_less_than_the_tolerance(monkeypatch, ssmax, s, thet
         assert (
             skipped["window"] > 0.8 and 0 < skipped["laplace"] < 0.8 and skipped["anti-local"] == 0
         )
-    else:  # turned round: only the own token is left of the anti-local head, and the other two look as far as they can
+    else:  # turned round: the anti-local head keeps the own token, the others look far away
         assert skipped["window"] == skipped["laplace"] == 0 and (
             theta_mu or skipped["anti-local"] > 0.8
         )
@@ -204,7 +204,7 @@ def test_skipping_leaves_out_less_than_the_tolerance(monkeypatch, ssmax, s, thet
 )
 @torch.no_grad()
 def test_skipped_mass_where_nothing_but_the_prior_counts(monkeypatch, s, theta_beta, theta_mu):
-    """Content 0, where its bound is tight; a straight, a nearly flat and a flat tail of all heights."""
+    """Content 0, where its bound is tight; a straight, a nearly flat and a flat tail."""
     skipped = []
     for start in torch.arange(-2.0, 5.0, 0.2).tolist():
         model, q, k, v = one_layer(True, s, theta_mu, T=100)
@@ -220,7 +220,7 @@ def test_skipped_mass_where_nothing_but_the_prior_counts(monkeypatch, s, theta_b
 
 @torch.no_grad()
 def test_a_large_key_far_away_is_heard_through_a_falling_prior():
-    """Content counts in the bound: without the keys' norms the Laplace head would skip the one key that matters."""
+    """Without the keys' norms in the bound the Laplace head would skip the key that matters."""
     model, q, k, v = one_layer(True)
     assert dense_posterior(model, q, k)[1, 1, 380, 5] > 0.99
     torch.testing.assert_close(
@@ -255,7 +255,7 @@ def test_a_window_limits_the_work():
     assert cache.layers[0].visible < 100  # of more than 25 * 26 / 2 = 325
 
 
-# The cache -----------------------------------------------------------------------------------------------------------
+# The cache ----------------------------------------------------------------------------------------
 
 
 def test_rewound_cache_goes_on_as_if_it_had_never_seen_the_rest():
@@ -311,7 +311,7 @@ def test_half_precision_keys_and_values(dtype):
 
 
 def test_cache_of_the_120m_model_at_524288_tokens():
-    """On the meta device: 12 layers x 2 x 768 channels in 2 bytes; the priors and norms beside them are under 3%."""
+    """On the meta device: 12 x 2 x 768 channels in 2 bytes; priors and norms are under 3%."""
     with torch.device("meta"):
         model = GPT(ModelConfig(vocab_multiple=64))
         cache = S.KVCache(model, 1, 2**19, dtype=torch.float16)
@@ -327,13 +327,13 @@ def test_a_cache_that_no_memory_could_hold_is_refused():
         S.KVCache(make_model("nope", False), 1, 2**50)
 
 
-# Exactness of positions ----------------------------------------------------------------------------------------------
+# Exactness of positions ---------------------------------------------------------------------------
 
 FAR = torch.tensor([0, 1, 65_535, 524_287, 999_999, 1_000_000])
 
 
 def test_positions_are_exact_to_a_million_tokens():
-    """ln n, RoPE's cos and sin, the sinusoidal table and the distance, against float64 by Python's math."""
+    """ln n, RoPE's cos and sin, the sinusoidal table, against float64 by Python's math."""
     model = make_model("rope", True)
     _, log_n, (cos, sin), *_ = model.layout(FAR[None])
     table = sinusoidal_table(FAR, 32) * math.sqrt(32)
@@ -385,11 +385,11 @@ def test_what_does_not_fit_is_refused():
         S.score(model, idx, 20)
 
 
-# Against the dense model in float64 ----------------------------------------------------------------------------------
+# Against the dense model in float64 ---------------------------------------------------------------
 
 
 def dense_attention(cfg, p, layer, q, k, v, first):
-    """Attention of the queries from `first` on, in blocks; q (H, T - first, D), k, v (H, T, D), all float64."""
+    """Of the queries from `first` on, in blocks; q (H, T - first, D), k, v (H, T, D), float64."""
     (H, T, D), out = k.shape, torch.empty_like(q)
     log_n = torch.arange(1, T + 1).double().log()
     sharp = p[f"blocks.{layer}.attn.s"][:, None] * log_n if cfg.ssmax else torch.ones(H, T).double()
@@ -451,7 +451,7 @@ def assert_score_is_dense(model, T):
 
 
 def default_model(pe, ssmax, **changes):
-    """The shape of config/ggd_bam_cpu.py; with ggd every layer starts with two windows and two anti-local heads."""
+    """The shape of config/ggd_bam_cpu.py; with ggd two windows and two anti-local heads a layer."""
     start = (
         {"theta_alpha": (-3.24, -16.64, 0.0, 0.0), "theta_beta": (8.0, 8.0, -1.0, -2.0)}
         if pe == "ggd"
