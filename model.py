@@ -70,13 +70,11 @@ def alibi_slopes(n_head: int) -> Tensor:
 
 
 class AlibiPrior(nn.Module):
-    """Laplace log-prior: ALiBi.
-
-    Lemma 2: b = -m |d|, so p_prior is proportional to exp(-|d| / (1/m)): a Laplace density of scale
-    1/m, cut to the visible keys. Lemma 3: its mass beyond a distance w is at most e^(-m (w + 1)),
-    whatever n. Content scores within +-c raise that by at most e^(2c), or with SSMax, where c
-    becomes s c ln n, by n^(2sc): the reach grows as ln n. So ALiBi becomes local attention and
-    cannot find a needle far away."""
+    """Laplace log-prior: ALiBi. Lemma 2: b = -m |d|, so p_prior is proportional to
+    exp(-|d| / (1/m)): a Laplace density of scale 1/m, cut to the visible keys. Lemma 3: its mass
+    beyond a distance w is at most e^(-m (w + 1)), whatever n. Content scores within +-c raise that
+    by at most e^(2c), or with SSMax, where c becomes s c ln n, by n^(2sc): the reach grows as ln n.
+    So ALiBi becomes local attention and cannot find a needle far away."""
 
     takes_ssmax = False  # as in the paper's baseline
 
@@ -161,11 +159,9 @@ def sinusoidal_table(positions: Tensor, channels: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: x (B, H, T, D) and cos, sin (B, 1, T, D/2); channel i is paired with channel i + D/2.
-
-    A pair is a complex number; rotating it by the angle w t makes q at t and k at u meet as
-        Re(q e^{iwt} conj(k e^{iwu})) = Re(q conj(k) e^{iw(t - u)}):  only t - u counts.
-    """
+    """RoPE: x (B, H, T, D) and cos, sin (B, 1, T, D/2). The channels i and i + D/2 are a complex
+    number. Rotated by the angle w t, q at t and k at u meet as
+        Re(q e^{iwt} conj(k e^{iwu})) = Re(q conj(k) e^{iw(t - u)}):  only t - u counts."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
@@ -208,13 +204,12 @@ class ModelConfig:
     # drawn for each window (not in the paper); 1: as it is
     theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, or one per
     # head of a layer, or one per head of all layers, the first layer's first
-    theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta at the start (0 and 0 is the uniform
-    # prior), likewise
-    theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu at the start (0: centred on the query),
-    # likewise
+    theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta, likewise (0 and 0: the uniform prior)
+    theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu, likewise (0: centred on the query)
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained
-    theta_beta_min: float = -1e9  # ggd: training keeps theta_beta at or above it; 0: no anti-local
-    # heads
+    theta_beta_min: float = (
+        -1e9
+    )  # ggd: training keeps theta_beta at or above; 0: no anti-local heads
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
@@ -339,9 +334,9 @@ def fused_attention(q, k, v, log_prior, row_scale, layout: Layout) -> Tensor:
     """The same as one kernel (FlexAttention), for training on CUDA.
 
     The kernel makes a block of q.k in float32, passes each score through `add_prior` and keeps a
-    running softmax. It gathers the prior from its vector: a learnable tensor may be read only once
-    here, and its gradient is an atomic sum over all scores that share an entry, so H x T entries
-    beat H scalars. From the vector to theta and s autograd works outside.
+    running softmax. A learnable tensor may be read only once there, and its gradient is an atomic
+    sum over all scores that share an entry. So it gathers from the vector, whose H x T entries beat
+    H scalars; from there to theta and s autograd works outside.
 
     A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and
     db/dtheta is as large as b, which for beta < 0 is huge at the own token. There b is cut so far
@@ -406,9 +401,8 @@ class CausalSelfAttention(nn.Module):
         return content, log_n if self.scales_prior else torch.ones_like(log_n)
 
     def log_prior(self, n: int) -> Tensor | None:
-        """b or s b at the distances |d| = 0 ... n - 1, (H, n) float32; None: uniform. Its largest
-        value is subtracted first: no softmax can see it, and float32 could not hold small
-        differences of large b."""
+        """b or s b at the distances |d| = 0 ... n - 1, (H, n) float32; None: uniform. The largest b
+        is subtracted, which no softmax sees: float32 cannot hold small differences of large b."""
         if self.prior is None:
             return None
         b = self.prior(n)

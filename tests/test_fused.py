@@ -240,7 +240,7 @@ def test_fused_gradients_of_extreme_priors_on_cuda(s):
     ("pe", "ssmax"), [("rope", False), ("alibi", False), ("ggd", False), ("ggd", True)]
 )
 def test_fused_inside_a_compiled_model_on_cuda(pe, ssmax):
-    """As train.py runs it: the prior's vector, made inside the compiled region, gets its gradient."""
+    """As train.py runs it: the prior's vector, made in the compiled region, gets its gradient."""
     model, idx, doc_ids = make_model(pe, ssmax, n_head=2, n_embd=96), tokens(512), documents(512)
     weight = torch.randn(2, 512, 257, generator=torch.Generator().manual_seed(1))
     expected = truth(model, idx, doc_ids, weight)

@@ -374,7 +374,7 @@ def test_positions_angles_and_ln_n_are_exact_to_a_million():
 
 
 def test_attention_starts_as_flat_as_the_papers():
-    """s = 1, theta = 0, the 120M model's width. With q and k from PyTorch's default the mean largest
+    """s = 1, theta = 0, the 120M model's width. With PyTorch's default for q and k the mean largest
     weight of 512 rows is 0.15 and 0.14; with std n_embd ** -0.5 it would be 0.48 and 0.71."""
     torch.manual_seed(0)
     model = M.GPT(M.ModelConfig(n_layer=2))
