@@ -25,27 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import runs
 from data import read_text
 from device import pick_device
 from model import GPT
 from needles import FILLERS, Prompt, describe, make_prompts
-from runs import (
-    MULTIPLES,
-    Cell,
-    EvalConfig,
-    Run,
-    aligned,
-    check_range,
-    cost,
-    digest,
-    draw_shares,
-    evaluate,
-    folder_of,
-    format_share,
-    load_runs,
-    name_of,
-    wilson,
-)
+from runs import Cell, EvalConfig, Run, cost
 from streaming import KVCache, prefill, require_memory, score
 
 PIECE = 2**14  # tokens between two updates of the time left
@@ -72,8 +57,8 @@ class PasskeyConfig(EvalConfig):
     def __post_init__(self):
         super().__post_init__()
         for name in ("depths", "batch_tokens"):
-            check_range(name, 1, getattr(self, name))
-        check_range("lengths", 1, *self.lengths)
+            runs.check_range(name, 1, getattr(self, name))
+        runs.check_range("lengths", 1, *self.lengths)
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
         if not 1 <= self.digits <= 18:
@@ -170,7 +155,7 @@ def count_answers(answers: list[bool], cfg: PasskeyConfig) -> dict:
     return {
         "correct": sum(answers),
         "n": len(answers),
-        "interval_95": [round(x, 4) for x in wilson(sum(answers), len(answers))],
+        "interval_95": [round(x, 4) for x in runs.wilson(sum(answers), len(answers))],
         "by_depth": by_depth.round(4).tolist(),
     }
 
@@ -184,7 +169,7 @@ def make_cells(run: Run, cfg: PasskeyConfig, lengths: list[int]) -> list[Cell]:
     config = {k: v for k, v in asdict(cfg).items() if k not in free}
     config["description"] = bool(describe(run.enc, cfg.description))
     if cfg.filler not in FILLERS:  # a file, which may change
-        config["filler"] += f", sha256 {digest(filler.encode())}"
+        config["filler"] += f", sha256 {runs.digest(filler.encode())}"
     return [
         Cell(
             {"metric": "passkey", "length": length, "config": config},
@@ -204,9 +189,9 @@ def format_table(results: dict[str, list[dict]]) -> str:
     lengths = sorted({r["length"] for records in results.values() for r in records})
     rows = [["run", *(f"{n:,}" for n in lengths)]]
     for run, records in results.items():
-        cells = {r["length"]: format_share(r) for r in records}
-        rows.append([name_of(run, results), *(cells.get(n, "") for n in lengths)])
-    return aligned(rows)
+        cells = {r["length"]: runs.format_share(r) for r in records}
+        rows.append([runs.name_of(run, results), *(cells.get(n, "") for n in lengths)])
+    return runs.aligned(rows)
 
 
 def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
@@ -219,7 +204,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
     axis = figure.add_subplot(
         xlabel="length of the prompt in tokens (grey: training length)", ylabel="passkey found (%)"
     )
-    draw_shares(axis, results)
+    runs.draw_shares(axis, results)
     axis.set_title(f"n = {next(iter(results.values()))[0]['n']} a point, bars: 95% intervals")
     figure.legend(loc="outside right center")
     figure.savefig(files[0], dpi=150)
@@ -236,7 +221,7 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
         last = len(image) - 1
         rows = np.linspace(0, last, min(5, len(image)))
         axis.set_yticks(rows + 0.5, [f"{100 * row / max(1, last):.0f}" for row in rows])
-        axis.set(title=name_of(run, results), xlabel="length of the prompt in tokens")
+        axis.set(title=runs.name_of(run, results), xlabel="length of the prompt in tokens")
         axis.set_ylabel("depth of the needle (% of the filler)")
     figure.colorbar(colors, label="passkey found (%)", ax=axes)
     figure.savefig(files[1], dpi=150)
@@ -245,16 +230,17 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
 
 def report(results: dict[str, list[dict]]) -> None:
     print(format_table(results))
-    print("saved " + ", ".join(map(str, draw(results, folder_of(next(iter(results)))))))
+    files = draw(results, runs.folder_of(next(iter(results))))
+    print("saved " + ", ".join(map(str, files)))
 
 
 def main() -> None:
     (cfg,), paths = configurator.parse([PasskeyConfig], sys.argv[1:], __doc__, positional="runs")
     with user_errors():
-        runs = load_runs(paths, cfg)
-        lengths = sorted(set(cfg.lengths)) or [m * runs[0].trained for m in MULTIPLES]
-        plan = [(run, make_cells(run, cfg, lengths)) for run in runs]
-    evaluate(plan, cfg, report)
+        loaded = runs.load_runs(paths, cfg)
+        lengths = sorted(set(cfg.lengths)) or [m * loaded[0].trained for m in runs.MULTIPLES]
+        plan = [(run, make_cells(run, cfg, lengths)) for run in loaded]
+    runs.evaluate(plan, cfg, report)
 
 
 if __name__ == "__main__":

@@ -22,25 +22,10 @@ from typing import Literal, NamedTuple
 import tiktoken
 import torch
 
+import runs
 from data import encode_document, get_tokenizer
 from needles import ADJECTIVES, BUDGET, NOUNS, TASKS, Sample, make_sample, read_essay, shortest
-from runs import (
-    MULTIPLES,
-    Cell,
-    EvalConfig,
-    Run,
-    aligned,
-    check_range,
-    cost,
-    digest,
-    draw_shares,
-    evaluate,
-    folder_of,
-    format_share,
-    load_runs,
-    name_of,
-    wilson,
-)
+from runs import Cell, EvalConfig, Run, cost
 from streaming import KVCache, generate, score
 
 STEP = 10**5  # work of generating a token in the units of cost(): the laptop model's on a CPU
@@ -66,8 +51,8 @@ class RulerConfig(EvalConfig):
         strangers = ", ".join(task for task in self.tasks if task not in TASKS)
         if strangers or not self.tasks:
             raise ValueError(f"tasks has {strangers or 'none'}; choose from {', '.join(TASKS)}")
-        check_range("samples", 1, self.samples)
-        check_range("lengths", 1, *self.lengths)
+        runs.check_range("samples", 1, self.samples)
+        runs.check_range("lengths", 1, *self.lengths)
 
 
 # ---- score
@@ -108,9 +93,9 @@ def count_outcomes(outcomes: list[Outcome]) -> dict:
     return {
         "correct": correct,  # RULER's score is 100 * correct / n
         "n": n,
-        "interval_95": [round(x, 4) for x in wilson(correct, n)],
+        "interval_95": [round(x, 4) for x in runs.wilson(correct, n)],
         "exact": exact,  # answers with every token right
-        "exact_interval_95": [round(x, 4) for x in wilson(exact, n)],
+        "exact_interval_95": [round(x, 4) for x in runs.wilson(exact, n)],
         "tokens_right": round(sum(right) / len(right), 4),
         "nats_per_token": round(sum(o.nats for o in outcomes) / len(right), 4),
     }
@@ -133,7 +118,7 @@ def count_work(enc: tiktoken.Encoding, length: int) -> int:
 
 
 def digest_lines(lines: list[str]) -> str:
-    return digest("\n".join(lines).encode())
+    return runs.digest("\n".join(lines).encode())
 
 
 def make_cells(run: Run, cfg: RulerConfig, lengths: list[int], essay: list[str]) -> list[Cell]:
@@ -182,7 +167,7 @@ def format_cell(record: dict) -> str:
     if not record["n"]:
         return f"n/a: needs at least {record['needs']:,} tokens"
     exact, tokens = 100 * record["exact"] / record["n"], 100 * record["tokens_right"]
-    return f"{format_share(record)} / {exact:.0f}% / {tokens:.0f}%"
+    return f"{runs.format_share(record)} / {exact:.0f}% / {tokens:.0f}%"
 
 
 def format_table(records: list[dict]) -> str:
@@ -190,7 +175,7 @@ def format_table(records: list[dict]) -> str:
     cells = {(r["task"], r["length"]): format_cell(r) for r in records}
     names, lengths = dict.fromkeys(name for name, _ in cells), sorted({n for _, n in cells})
     rows = [[name, *(cells.get((name, n), "") for n in lengths)] for name in names]
-    return aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
+    return runs.aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
 
 
 def report(results: dict[str, list[dict]]) -> None:
@@ -199,7 +184,7 @@ def report(results: dict[str, list[dict]]) -> None:
 
     for run, records in results.items():
         n = records[0]["config"]["samples"]
-        print(f"{name_of(run, results)}, n = {n}: values found ", end="")
+        print(f"{runs.name_of(run, results)}, n = {n}: values found ", end="")
         print(f"[95% interval] / answers right / tokens right\n{format_table(records)}")
     names = dict.fromkeys(r["task"] for records in results.values() for r in records if r["n"])
     if not names:
@@ -209,12 +194,13 @@ def report(results: dict[str, list[dict]]) -> None:
     figure = Figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
     for place, name in enumerate(names, start=1):
         axis = figure.add_subplot(rows, columns, place, title=name)
-        draw_shares(axis, {p: [r for r in rs if r["task"] == name] for p, rs in results.items()})
+        own = {run: [r for r in rs if r["task"] == name] for run, rs in results.items()}
+        runs.draw_shares(axis, own)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right center")
     figure.supxlabel("length in tokens, answer included (grey: training length)", fontsize="medium")
     figure.supylabel("expected values found (%)", fontsize="medium")
     figure.suptitle(f"RULER, n = {n} a point, bars: 95% intervals")
-    picture = folder_of(next(iter(results))) / "ruler.png"
+    picture = runs.folder_of(next(iter(results))) / "ruler.png"
     figure.savefig(picture, dpi=150)
     print(f"saved {picture}")
 
@@ -226,21 +212,18 @@ def main() -> None:
             raise ValueError("tokenizer is for --dry_run without a run; a run has its own")
         needs_essay = any(TASKS[name].haystack == "essay" for name in cfg.tasks)
         essay = read_essay(cfg.haystack_file) if needs_essay else []
-        runs = load_runs(paths, cfg) if cfg.tokenizer == "auto" else []
-        lengths = sorted(set(cfg.lengths)) or [
-            m * run.trained for run in runs[:1] for m in MULTIPLES
-        ]
+        loaded = runs.load_runs(paths, cfg) if cfg.tokenizer == "auto" else []
+        default = [m * run.trained for run in loaded[:1] for m in runs.MULTIPLES]
+        lengths = sorted(set(cfg.lengths)) or default
         if cfg.dry_run:
-            enc = runs[0].enc if runs else get_tokenizer(cfg.tokenizer)
+            enc = loaded[0].enc if loaded else get_tokenizer(cfg.tokenizer)
             return show_prompts(enc, cfg, lengths, essay)
-        plan = [(run, make_cells(run, cfg, lengths, essay)) for run in runs]
+        plan = [(run, make_cells(run, cfg, lengths, essay)) for run in loaded]
         needs = min(cell.identity["needs"] for _, cells in plan for cell in cells)
         if needs > lengths[-1]:
-            raise ValueError(
-                f"lengths end at {lengths[-1]:,}, and these tasks need at least {needs:,} tokens; "
-                "give a longer one"
-            )
-    evaluate(plan, cfg, report)
+            problem = f"lengths end at {lengths[-1]:,}, and these tasks need at least {needs:,}"
+            raise ValueError(f"{problem} tokens; give a longer one")
+    runs.evaluate(plan, cfg, report)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -25,9 +25,6 @@ from tqdm import tqdm
 from data import get_tokenizer, replacing
 from device import device_name, pick_device
 from model import GPT, ModelConfig
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # ---- checkpoint
 
@@ -49,18 +46,15 @@ def load_checkpoint(path: str | Path) -> dict:
     """What a checkpoint file, or last.pt in a run's folder, holds. Nothing in it is executed."""
     file = load_path(path)
     if not file.exists():
-        raise FileNotFoundError(
-            f"no checkpoint {file}; give a run's folder with last.pt, or a .pt file, of train.py"
-        )
+        raise FileNotFoundError(f"no checkpoint {file}; give a run's folder, or a .pt file in it")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         saved["model"], saved["model_config"]["block_size"]
     except OSError:  # such as a folder of another user; user_errors() names the file
         raise
     except Exception as error:  # torch raises many kinds for a file that is damaged or not its own
-        raise ValueError(
-            f"{file} is not a checkpoint ({type(error).__name__}); give one of train.py"
-        ) from error
+        kind = type(error).__name__
+        raise ValueError(f"{file} is not a checkpoint ({kind}); give one of train.py") from error
     return saved
 
 
@@ -74,9 +68,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[GP
         model.load_state_dict(saved["model"])
     except Exception as error:  # a file may hold anything under these names
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{path} holds no model of this version of the program: {reason}"
-        ) from error
+        raise ValueError(f"{path} holds no model of this version: {reason}") from error
     return model.to(device).eval(), saved
 
 
@@ -105,9 +97,8 @@ def check_range(name: str, least: int, *values: int) -> None:
     """ValueError for a value of an option, in tokens or counts, out of range."""
     for value in values:
         if not least <= value <= LONGEST:
-            raise ValueError(
-                f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}"
-            )
+            limits = f"at least {least} and at most {LONGEST:,}"
+            raise ValueError(f"{name} is {value}; it must be {limits}")
 
 
 class Run(NamedTuple):
@@ -134,11 +125,10 @@ def intervene(model: GPT, cfg: EvalConfig) -> None:
                 raise ValueError
             model.head_values()[name][int(layer)].data[int(head)] = float(value)
         except (ValueError, KeyError, IndexError) as error:
-            heads = f"layers 0 to {model.cfg.n_layer - 1}, heads 0 to {model.cfg.n_head - 1}"
             names = ", ".join(model.head_values()) or "no parameter of single heads"
-            raise ValueError(
-                f"set has {change}; the model has {heads} and {names}, as in 2.3.s=0.5"
-            ) from error
+            known = f"layers 0 to {model.cfg.n_layer - 1}, heads 0 to {model.cfg.n_head - 1}"
+            known = f"the model has {known} and {names}"
+            raise ValueError(f"set has {change}; {known}, as in 2.3.s=0.5") from error
 
 
 def load_run(path: str, device: torch.device | str = "cpu", cfg: EvalConfig | None = None) -> Run:
@@ -146,14 +136,11 @@ def load_run(path: str, device: torch.device | str = "cpu", cfg: EvalConfig | No
     if cfg is not None:
         intervene(model, cfg)
     if "tokenizer" not in saved:
-        raise ValueError(
-            f"{path} does not name its tokenizer; give a checkpoint that train.py made"
-        )
+        raise ValueError(f"{path} does not name its tokenizer; give a checkpoint of train.py")
     enc = get_tokenizer(saved["tokenizer"])
     if enc.n_vocab > model.cfg.vocab_size:
-        raise ValueError(
-            f"{path} has a vocabulary of {model.cfg.vocab_size}, its tokenizer one of {enc.n_vocab}"
-        )
+        sizes = f"{model.cfg.vocab_size:,}, its tokenizer {enc.n_vocab:,}"
+        raise ValueError(f"{path} has a vocabulary of {sizes} tokens")
     check_folder(folder_of(path))
     return Run(path, model, {k: saved[k] for k in saved if k not in ("model", "optimizer")}, enc)
 
@@ -288,8 +275,10 @@ def measure_cells(run: Run, cells: list[Cell], cfg: EvalConfig) -> Iterator[dict
     run.model.to(pick_device(cfg.device)[0])
     about, earlier = origin(run), []
     files = [folder_of(run.path) / f"{cell.identity['metric']}.jsonl" for cell in cells]
-    likes = [cell.identity | {"weights": about["weights"]} for cell in cells]
-    known = [cfg.resume and finished(*pair) or {} for pair in zip(files, likes, strict=True)]
+    known: list[dict | None] = [None] * len(cells)
+    if cfg.resume:
+        likes = [cell.identity | {"weights": about["weights"]} for cell in cells]
+        known = list(map(finished, files, likes))
     total = sum(cell.work for cell, record in zip(cells, known, strict=True) if not record)
     with tqdm(total=total, desc=name_of(run.path), bar_format=BAR, disable=None) as bar:
         for cell, file, record in zip(cells, files, known, strict=True):
@@ -318,8 +307,8 @@ def evaluate(
             for record in measure_cells(run, cells, cfg):
                 results.setdefault(run.path, []).append(record)
     except KeyboardInterrupt:
-        print("stopped; what is done is recorded, and the same command with --resume does the rest")
         stopped = True
+        print("stopped; what is done is recorded, and the same command with --resume does the rest")
     if results:
         report(results)
         files = [folder_of(p) / f"{r['metric']}.jsonl" for p, rs in results.items() for r in rs]
@@ -356,7 +345,7 @@ def aligned(rows: Iterable[Iterable[str]]) -> str:
     )
 
 
-def draw_curves(axis: "Axes", curves: dict[str, list[tuple]], trained: int) -> None:
+def draw_curves(axis, curves: dict[str, list[tuple]], trained: int) -> None:
     """{label: [(length, value, low, high), ...]} on a logarithmic axis of lengths, and a line at
     the training length."""
     for (label, points), (marker, line) in zip(curves.items(), itertools.cycle(STYLES)):
@@ -370,16 +359,13 @@ def draw_curves(axis: "Axes", curves: dict[str, list[tuple]], trained: int) -> N
     axis.minorticks_off()
 
 
-def draw_shares(axis: "Axes", results: dict[str, list[dict]]) -> None:
+def draw_shares(axis, results: dict[str, list[dict]]) -> None:
     """The shares of right answers in per cent by length, a curve a run."""
-    curves = {
-        name_of(run, results): [
-            (r["length"], *(100 * x for x in (r["correct"] / r["n"], *r["interval_95"])))
-            for r in records
-            if r["n"]
-        ]
-        for run, records in results.items()
-    }
+    curves: dict[str, list[tuple]] = {name_of(run, results): [] for run in results}
+    for points, records in zip(curves.values(), results.values(), strict=True):
+        for r in (r for r in records if r["n"]):
+            shares = 100 * np.array([r["correct"] / r["n"], *r["interval_95"]])
+            points.append((r["length"], *shares))
     draw_curves(axis, curves, next(iter(results.values()))[0]["training_length"])
     axis.set_ylim(-4, 104)
 
@@ -388,17 +374,16 @@ def main() -> None:
     _, words = configurator.parse([], sys.argv[1:], __doc__, positional="runs")
     if len(words) != 2:
         fail(f"got {len(words)} words, expected two: a run, and the folder of its copy")
-    source, target = words[0], Path(words[1])
+    source, target = load_path(words[0]), Path(words[1]) / "last.pt"
     with user_errors():
         saved = load_checkpoint(source)
-        if (target / "last.pt").exists() and (target / "last.pt").samefile(load_path(source)):
-            raise ValueError(
-                f"{target} is the run itself; name another folder, or its optimizer would be lost"
-            )
-        target.mkdir(parents=True, exist_ok=True)
+        if target.exists() and target.samefile(source):
+            advice = "name another folder, or its optimizer would be lost"
+            raise ValueError(f"{target.parent} is the run itself; {advice}")
+        target.parent.mkdir(parents=True, exist_ok=True)
         kept = ("model", "model_config", "train_config", "tokenizer", "data", "step", "commit")
-        save_checkpoint(target / "last.pt", {name: saved[name] for name in kept if name in saved})
-    print(f"saved {target / 'last.pt'}: {(target / 'last.pt').stat().st_size / 1e6:.1f} MB")
+        save_checkpoint(target, {name: saved[name] for name in kept if name in saved})
+    print(f"saved {target}: {target.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
