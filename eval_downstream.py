@@ -4,7 +4,7 @@ python eval_downstream.py --source=book.txt              # the model that comes 
 python eval_downstream.py out/ggd_bam_cpu                # perplexity on its validation documents
 python eval_downstream.py out/a out/b --source=book.txt --length=32768
 python eval_downstream.py out/a --tasks=arc_easy,arc_challenge,mmlu,mmlu_continuation # from the hub
-python eval_downstream.py out/a --tasks=arc_easy --data_dir=data/arc    # or from files of the same form
+python eval_downstream.py out/a --tasks=arc_easy --data_dir=data/arc   # or from local files
 
 Perplexity comes twice. By position: one forward over a long document, averaged over some positions
 at a time. By context: the same target tokens with less or more text before them. Only the second
@@ -71,9 +71,7 @@ class Task(NamedTuple):
     config: str
     examples: str  # split of the solved examples: the first of dev, or drawn from train
     shots: int  # solved examples by default
-    letters: (
-        bool  # the choices stand in the question and letters continue it, or they do so themselves
-    )
+    letters: bool  # letters of the choices continue the question, or the choices do so themselves
     description: str  # first words of a prompt; {} is the subject
 
 
@@ -85,6 +83,7 @@ TASKS = {
     "mmlu": Task(MMLU, "all", "dev", 5, True, "The following are multiple choice" + ABOUT),
     "mmlu_continuation": Task(MMLU, "all", "dev", 0, False, "The following are" + ABOUT),
 }
+Advance = Callable[[int], object]  # called with the number of rows or questions just done
 LETTERS = "ABCDEFGHIJ"
 FEWSHOT_SEED = 1234  # the harness's default
 
@@ -134,71 +133,58 @@ class DownstreamConfig(Changes):
 
 def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
     """The documents of the source as tokens, each with its <|endoftext|> first."""
-    folder = Path(cfg.source)
+    folder, tokenizer = Path(cfg.source), run.saved["tokenizer"]
     if cfg.source == "wikitext":  # one document: the rows are its lines
         rows = read_split("Salesforce/wikitext", "wikitext-2-raw-v1", "test", cfg.data_dir)
         return [np.array(encode_document(run.enc, "".join(row["text"] for row in rows)))]
     if not cfg.source or not folder.exists():
-        raise ValueError(
-            f"there is no '{cfg.source}'; name a text for the perplexity with --source"
-        )
+        advice = "name a text for the perplexity with --source"
+        raise ValueError(f"there is no '{cfg.source}'; {advice}")
     if not folder.is_dir():
         return [np.array(encode_document(run.enc, read_text(folder)))]
-    files, meta, tokenizer = shard_files(folder, "val_*"), read_meta(folder), run.saved["tokenizer"]
-    if not files:
+    meta, shards = read_meta(folder), [read_shard(f) for f in shard_files(folder, "val_*")]
+    if not shards:
         raise ValueError(f"no *val_*.bin shards in {folder}; name another source")
-    if meta is not None and meta["tokenizer"] != tokenizer:
+    if meta and meta["tokenizer"] != tokenizer:
         raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {tokenizer}")
-    shards, known = [read_shard(file) for file in files], run.model.cfg.vocab_size
-    if (highest := max(int(shard.max()) for shard in shards)) >= known:
+    known, highest = run.model.cfg.vocab_size, max(int(shard.max()) for shard in shards)
+    if highest >= known:
         raise ValueError(f"{folder} has the token id {highest}, {run.path} knows {known:,}")
     return [document for shard in shards for document in whole_documents(shard, run.enc.eot_token)]
 
 
 def fill_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> None:
-    """Put the default lengths into the config, where they hold for all further runs, and check that
-    the documents are long enough."""
+    """Put default lengths into the config, where they hold for all further runs, and check them."""
     longest = max(map(len, documents), default=1) - 1  # tokens before the last one
-    if not cfg.length:
-        cfg.length = max(1, min(MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
-    if not cfg.contexts:
-        fitting = tuple(m * trained for m in MULTIPLES if m * trained <= longest)
-        cfg.contexts = fitting or (trained,)
-    cfg.contexts = tuple(sorted(set(cfg.contexts)))
+    reach = max(1, min(MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
+    fitting = tuple(m * trained for m in MULTIPLES if m * trained <= longest) or (trained,)
+    cfg.length = cfg.length or reach
+    cfg.contexts = tuple(sorted(set(cfg.contexts or fitting)))
     cfg.stride = cfg.stride or max(1, cfg.contexts[0] // 2)
     if (needed := max(cfg.length, *cfg.contexts)) > longest:
-        raise ValueError(
-            f"{cfg.source} is too short: its longest document has {longest:,} tokens, {needed:,} "
-            "are needed; choose another source, or a smaller length and contexts"
-        )
+        lengths = f"its longest document has {longest:,} tokens, {needed:,} are needed"
+        advice = "choose another source, or a smaller length and contexts"
+        raise ValueError(f"{cfg.source} is too short: {lengths}; {advice}")
     if cfg.length % cfg.average:
-        raise ValueError(
-            f"length {cfg.length} is not a multiple of average {cfg.average}; change one of them"
-        )
+        raise ValueError(f"length {cfg.length} is not a multiple of average {cfg.average}")
     if cfg.stride > cfg.contexts[0]:
-        raise ValueError(
-            f"stride is {cfg.stride}; it must be at most the shortest context, {cfg.contexts[0]}"
-        )
+        raise ValueError(f"stride is {cfg.stride}; the shortest context is {cfg.contexts[0]}")
 
 
 def cut_windows(documents: list[np.ndarray], length: int, step: int, count: int) -> Tensor:
     """A window of length + 1 tokens slides over each document by `step`: (N, length + 1), with N at
     most `count`, evenly spread over all its places."""
-    places = [
-        (document, at) for document in documents for at in range(0, len(document) - length, step)
-    ]
+    places = [(text, at) for text in documents for at in range(0, len(text) - length, step)]
     picks = np.linspace(0, len(places) - 1, min(count, len(places))).astype(int)
-    rows = [document[at : at + length + 1] for document, at in (places[i] for i in picks)]
+    rows = [text[at : at + length + 1] for text, at in (places[i] for i in picks)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def measure_nll(
-    run: Run, idx: Tensor, targets: int, batch_size: int, advance: Callable[[int], object]
-) -> Tensor:
+def measure_nll(run: Run, idx: Tensor, targets: int, batch: int, advance: Advance) -> Tensor:
     """Negative log-likelihood in nats of the last `targets` tokens of each row of idx (N, T),
-    `batch_size` rows at a time: (N, targets), float64."""
+    `batch` rows at a time: (N, targets), float64."""
     found = []
-    for rows in idx.split(batch_size):
+    for rows in idx.split(batch):
         kv = KVCache(run.model, len(rows), idx.shape[1] - 1, dtype=torch.float32)
         log_p, _ = score(run.model, rows.to(run.model.embedding.weight.device), targets, kv)
         found.append(-log_p.cpu().double())
@@ -206,7 +192,7 @@ def measure_nll(
     return torch.cat(found)
 
 
-def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Callable) -> dict:
+def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Advance) -> dict:
     """Mean nll over the rows of idx (N, length + 1), one value for every `average` positions. The
     standard errors take the tokens as independent."""
     nll = measure_nll(run, idx, cfg.length, 1, advance)
@@ -216,12 +202,12 @@ def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Callable)
 
 
 def by_context(
-    run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, advance: Callable
+    run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, advance: Advance
 ) -> dict:
     """Mean nll of the last `stride` tokens of each row of idx (N, longest context + 1), with at
     most `context` tokens before the last. The interval takes the tokens as independent."""
-    batch_size = max(1, cfg.batch_tokens // (context + 1))
-    nll = measure_nll(run, idx[:, -context - 1 :], cfg.stride, batch_size, advance)
+    batch = max(1, cfg.batch_tokens // (context + 1))
+    nll = measure_nll(run, idx[:, -context - 1 :], cfg.stride, batch, advance)
     targets = idx[:, -cfg.stride :].flatten().tolist()
     size = sum(len(run.enc.decode_single_token_bytes(t)) for t in targets)
     mean, half = nll.mean().item(), 1.96 * nll.std().item() / math.sqrt(nll.numel())
@@ -238,20 +224,16 @@ def by_context(
 
 
 def find_files(config: str, split: str, data_dir: str) -> list[Path]:
-    """The files of one split: <config>_<split>.*, or <config>/<split>-* as on the hub; for "all"
-    also <split>.*."""
+    """The files of one split: <config>_<split>.*, <config>/<split>-* as on the hub, or <split>.*"""
     patterns = [f"{config}_{split}.*", f"{config}/{split}-*"] + [f"{split}.*"] * (config == "all")
     paths = sorted(path for pattern in patterns for path in Path(data_dir).rglob(pattern))
     paths = [path for path in paths if path.suffix in (".jsonl", ".parquet")]
     if not paths:
-        raise ValueError(
-            f"no {config}_{split}.jsonl, .parquet or {config}/{split}-*.parquet in {data_dir}"
-        )
-    if other := next((path for path in paths if path.parent != paths[0].parent), None):
-        raise ValueError(
-            f"{paths[0]} and {other} are both the {split} split of {config}; "
-            "give a narrower data_dir"
-        )
+        names = f"{config}_{split}.jsonl, .parquet or {config}/{split}-*.parquet"
+        raise ValueError(f"no {names} in {data_dir}")
+    if others := [path for path in paths if path.parent != paths[0].parent]:
+        both = f"{paths[0]} and {others[0]} are both the {split} split of {config}"
+        raise ValueError(f"{both}; give a narrower data_dir")
     return [path for path in paths if path.suffix == paths[0].suffix]
 
 
@@ -288,6 +270,9 @@ class Question(NamedTuple):
     gold: int  # index of the right one
 
 
+Subjects = dict[str, list[Question]]  # questions by their subject
+
+
 def read_question(task: Task, row: dict) -> tuple[str, Question]:
     """The subject of a row, and its question alone: choices continue it, or their letters do."""
     if task.hub == ARC:  # labels are A to E or 1 to 5: the place of the key among them counts
@@ -305,24 +290,21 @@ def read_question(task: Task, row: dict) -> tuple[str, Question]:
     return subject, Question("Question: " + text + "\nAnswer:", choices, gold)
 
 
-def load_subjects(task: Task, split: str, data_dir: str) -> dict[str, list[Question]]:
+def load_subjects(task: Task, split: str, data_dir: str) -> Subjects:
     """Subject -> its questions, in the order of the rows. ARC has one subject, which is empty."""
-    subjects: dict[str, list[Question]] = {}
+    subjects: Subjects = {}
     for number, row in enumerate(read_split(task.hub, task.config, split, data_dir), 1):
         try:
             subject, question = read_question(task, row)
         except (KeyError, TypeError, ValueError, AttributeError):
-            where = f"row {number} of {task.config} {split}"
-            problem = f"{where} is not of the schema of {task.hub}: {str(row)[:300]}"
-            raise ValueError(problem) from None
+            problem = f"{task.config} {split} is not of the schema of {task.hub}"
+            raise ValueError(f"row {number} of {problem}: {str(row)[:300]}") from None
         subjects.setdefault(subject, []).append(question)
     return subjects
 
 
 @cache
-def load_questions(
-    name: str, num_fewshot: int, limit: int, data_dir: str
-) -> dict[str, list[Question]]:
+def load_questions(name: str, num_fewshot: int, limit: int, data_dir: str) -> Subjects:
     """Subject -> its first `limit` questions (0: all), with description and solved examples.
 
     As in the harness, the examples are the first of the dev split, or one generator draws them from
@@ -341,8 +323,8 @@ def load_questions(
         for q in questions[: limit or None]:
             drawn = task.examples == "train"
             shots = rng.sample(solved, num_fewshot) if drawn else solved[:num_fewshot]
-            context = description + "".join(shots) + q.context
-            subjects[subject].append(q._replace(context=context))
+            prompt = description + "".join(shots) + q.context
+            subjects[subject].append(q._replace(context=prompt))
     return subjects
 
 
@@ -407,18 +389,16 @@ def score_batch(model: GPT, prompts: list[Prompt], start: KVCache) -> np.ndarray
     return np.reshape(sums, (Q, C))
 
 
-def score_prompts(
-    model: GPT, prompts: list[Prompt], batch_tokens: int, advance: Callable[[int], object]
-) -> list[np.ndarray]:
-    """For every prompt the log-likelihoods of its choices in nats."""
+def score_prompts(run: Run, prompts: list[Prompt], batch_tokens: int, advance: Advance) -> list:
+    """For every prompt the log-likelihoods of its choices in nats, (C,)."""
     length = max(len(row) for p in prompts for row in p.rows) - 1
-    start = KVCache(model, 1, length, dtype=torch.float32)
+    start = KVCache(run.model, 1, length, dtype=torch.float32)
     if shared := shared_beginning(prompts):
-        device = model.embedding.weight.device
-        prefill(model, torch.tensor([prompts[0].rows[0][:shared]], device=device), start)
+        beginning = torch.tensor([prompts[0].rows[0][:shared]])
+        prefill(run.model, beginning.to(run.model.embedding.weight.device), start)
     scores: dict[int, np.ndarray] = {}
     for batch in make_batches(prompts, batch_tokens):
-        log_p = score_batch(model, [prompts[i] for i in batch], start)
+        log_p = score_batch(run.model, [prompts[i] for i in batch], start)
         scores.update(zip(batch, log_p, strict=True))
         advance(len(batch))
     return [scores[i] for i in range(len(prompts))]
@@ -431,12 +411,10 @@ def choose(question: Question, log_p: np.ndarray) -> tuple[int, int]:
     return int(log_p.argmax()), int(per_character.argmax())
 
 
-def measure_choices(
-    run: Run, cfg: DownstreamConfig, questions: list[Question], advance: Callable
-) -> dict:
+def measure_choices(run: Run, cfg: DownstreamConfig, questions: list, advance: Advance) -> dict:
     """Counts and accuracies over the questions of one subject."""
     prompts = [encode_question(run.enc, question, cfg.bos) for question in questions]
-    scores = score_prompts(run.model, prompts, cfg.batch_tokens, advance)
+    scores = score_prompts(run, prompts, cfg.batch_tokens, advance)
     chosen = np.array([choose(q, log_p) for q, log_p in zip(questions, scores, strict=True)])
     gold = np.array([question.gold for question in questions])
     right, right_norm = (chosen == gold[:, None]).sum(0).tolist()

@@ -1,4 +1,4 @@
-"""Perplexity, ARC and MMLU: the harness's own numbers, oracles, one item scored three ways, the command line."""
+"""Perplexity, ARC and MMLU: the harness's own numbers, oracles, the command line."""
 
 import json
 import math
@@ -123,7 +123,7 @@ def write_rows(folder):
 
 
 def frozen_model(tokenizer):
-    """A model whose weights are the same everywhere: NumPy promises never to change this generator's numbers."""
+    """The same weights everywhere: NumPy promises never to change this generator's numbers."""
     vocab, width = {"bytes": (257, 32), "gpt2": (50257, 16)}[tokenizer]
     model = GPT(ModelConfig(vocab_size=vocab, n_layer=2, n_head=4, n_embd=width, block_size=64))
     random = np.random.RandomState(7)
@@ -134,8 +134,9 @@ def frozen_model(tokenizer):
     return model.eval()
 
 
-# What lm-evaluation-harness 0.4.13 says of these rows and the models of frozen_model(): right answers by acc and by
-# acc_norm, and the log-likelihood of every choice. <|endoftext|> first and no example; mmlu: none first, one example.
+# What lm-evaluation-harness 0.4.13 says of these rows and the models of frozen_model(): right
+# answers by acc and by acc_norm, and the log-likelihood of every choice. Prompts begin with
+# <|endoftext|> and have no example; those of mmlu begin without it and have one example.
 HARNESS = {
     ("bytes", "arc_easy"): (
         1,
@@ -235,7 +236,7 @@ def test_the_harness_says_the_same(tokenizer, task, tmp_path):
     found, groups = [], []
     for questions in load(task, write_rows(tmp_path), int(letters)).values():
         prompts = [E.encode_question(run.enc, q, cfg.bos) for q in questions]
-        found += E.score_prompts(run.model, prompts, 400, silent)
+        found += E.score_prompts(run, prompts, 400, silent)
         groups.append(E.measure_choices(run, cfg, questions, silent))
     acc, acc_norm, expected = HARNESS[tokenizer, task]
     for ours, theirs in zip(found, expected, strict=True):
@@ -266,7 +267,8 @@ ZEROS = {"guessed": 0.0, "longer": 0, "chosen": [0], "gold": [0]}
 def test_prompts_to_the_letter(tmp_path):
     first = load("mmlu", write_rows(tmp_path), 1)["high_school_chemistry"][0]
     assert first.context == (
-        "The following are multiple choice questions (with answers) about high school chemistry.\n\n"
+        "The following are multiple choice questions (with answers) about high school chemistry."
+        "\n\n"
         "Which is a metal?\nA. Sulfur\nB. Zinc\nC. Neon\nD. None of them\nAnswer: B\n\n"
         "Which gas is heavier than air?\nA. Helium\nB. Hydrogen\nC. Argon\nD. None\nAnswer:"
     )
@@ -284,7 +286,7 @@ def test_prompts_to_the_letter(tmp_path):
 
 
 def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
-    """ARC: one generator, seeded with 1234, takes others of the train split for each question in turn."""
+    """ARC: one generator with seed 1234 draws from the train split for each question in turn."""
     rows = [
         {
             "question": f"Number {i}?",
@@ -356,7 +358,7 @@ def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypa
     expected = [direct(model, prompt) for prompt in prompts]
     monkeypatch.setattr(streaming, "LOSS_CHUNK", 257 * 40)  # several pieces of logits a batch
     for batch_tokens in (1, 10**6):
-        scores = E.score_prompts(model, prompts, batch_tokens, silent)
+        scores = E.score_prompts(make_run(model), prompts, batch_tokens, silent)
         for ours, theirs in zip(scores, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
 
@@ -364,7 +366,7 @@ def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypa
 def test_texts_that_share_nothing():
     model = make_model("ggd", True)
     prompts = [some_prompts()[-1], E.Prompt([[5, 6], [5, 7]], 1), E.Prompt([[9, 6, 1], [9, 7]], 1)]
-    scores = E.score_prompts(model, prompts, 10**6, silent)
+    scores = E.score_prompts(make_run(model), prompts, 10**6, silent)
     for ours, prompt in zip(scores, prompts, strict=True):
         np.testing.assert_allclose(ours, direct(model, prompt), atol=1e-4)
     assert E.shared_beginning(prompts) == 0
@@ -374,7 +376,7 @@ def test_one_item_scored_three_ways():
     model = make_model("ggd", True)
     question = E.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
     prompt = E.encode_question(get_tokenizer("bytes"), question, True)
-    ours = E.score_prompts(model, [prompt], 10**6, silent)[0]
+    ours = E.score_prompts(make_run(model), [prompt], 10**6, silent)[0]
     for log_p, row in zip(ours, prompt.rows, strict=True):
         idx, targets = torch.tensor([row[:-1]]), torch.tensor([row[1:]])
         targets[:, : prompt.first - 1] = -100
@@ -404,7 +406,7 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     assert result["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-5)
     prompt = some_prompts()[3]
     expected = [-(len(row) - prompt.first) * math.log(257) for row in prompt.rows]
-    (ours,) = E.score_prompts(model, [prompt], 100, silent)
+    (ours,) = E.score_prompts(make_run(model), [prompt], 100, silent)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
