@@ -18,12 +18,12 @@ Nothing is generated and nothing is cut.
 import configurator
 from configurator import user_errors
 
+import itertools
 import json
 import math
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -36,31 +36,11 @@ import torch
 from pyarrow import parquet
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
+import runs
 from data import encode_document, read_meta, read_shard, read_text, shard_files, whole_documents
-from device import pick_device
-from eval_passkey import MULTIPLES
 from model import GPT
-from runs import (
-    BAR,
-    PRETRAINED,
-    STYLES,
-    Changes,
-    Run,
-    aligned,
-    append_record,
-    check_range,
-    collect,
-    digest,
-    distinct,
-    finished,
-    folder_of,
-    load_run,
-    name_of,
-    origin,
-    wilson,
-)
+from runs import Cell, EvalConfig, Run, cost
 from streaming import KVCache, prefill, score
 
 
@@ -83,13 +63,14 @@ TASKS = {
     "mmlu": Task(MMLU, "all", "dev", 5, True, "The following are multiple choice" + ABOUT),
     "mmlu_continuation": Task(MMLU, "all", "dev", 0, False, "The following are" + ABOUT),
 }
-Advance = Callable[[int], object]  # called with the number of rows or questions just done
+Advance = Callable[[float], object]  # called with the work just done, in the units of cost()
+QUESTION = cost(200)  # work of a question, roughly
 LETTERS = "ABCDEFGHIJ"
 FEWSHOT_SEED = 1234  # the harness's default
 
 
 @dataclass
-class DownstreamConfig(Changes):
+class DownstreamConfig(EvalConfig):
     """What to ask."""
 
     tasks: tuple[str, ...] = ("perplexity",)  # perplexity, arc_easy, arc_challenge, mmlu,
@@ -113,8 +94,6 @@ class DownstreamConfig(Changes):
     stride: int = 0  # by context: targets at the end of a context; 0: half the shortest context
     targets: int = 4096  # by context: targets in all, at most
     batch_tokens: int = 16_384  # texts are scored together up to this many tokens
-    resume: bool = False  # keep what the records of these runs already hold, and do the rest
-    device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
         super().__post_init__()
@@ -124,8 +103,8 @@ class DownstreamConfig(Changes):
             raise ValueError(f"tasks is {tasks}; it may hold {', '.join(known)}")
         least = {"num_fewshot": -1, "average": 2, "targets": 2, "documents": 1, "batch_tokens": 1}
         for name in (*least, "limit", "length", "stride"):
-            check_range(name, least.get(name, 0), getattr(self, name))
-        check_range("contexts", 1, *self.contexts)
+            runs.check_range(name, least.get(name, 0), getattr(self, name))
+        runs.check_range("contexts", 1, *self.contexts)
 
 
 # ---- perplexity
@@ -156,8 +135,8 @@ def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
 def fill_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> None:
     """Put default lengths into the config, where they hold for all further runs, and check them."""
     longest = max(map(len, documents), default=1) - 1  # tokens before the last one
-    reach = max(1, min(MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
-    fitting = tuple(m * trained for m in MULTIPLES if m * trained <= longest) or (trained,)
+    reach = max(1, min(runs.MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
+    fitting = tuple(m * trained for m in runs.MULTIPLES if m * trained <= longest) or (trained,)
     cfg.length = cfg.length or reach
     cfg.contexts = tuple(sorted(set(cfg.contexts or fitting)))
     cfg.stride = cfg.stride or max(1, cfg.contexts[0] // 2)
@@ -188,11 +167,11 @@ def measure_nll(run: Run, idx: Tensor, targets: int, batch: int, advance: Advanc
         kv = KVCache(run.model, len(rows), idx.shape[1] - 1, dtype=torch.float32)
         log_p, _ = score(run.model, rows.to(run.model.embedding.weight.device), targets, kv)
         found.append(-log_p.cpu().double())
-        advance(len(rows))
+        advance(len(rows) * cost(idx.shape[1] - 1))
     return torch.cat(found)
 
 
-def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Advance) -> dict:
+def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Advance, *_) -> dict:
     """Mean nll over the rows of idx (N, length + 1), one value for every `average` positions. The
     standard errors take the tokens as independent."""
     nll = measure_nll(run, idx, cfg.length, 1, advance)
@@ -202,7 +181,7 @@ def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Advance) 
 
 
 def by_context(
-    run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, advance: Advance
+    run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, advance: Advance, *_
 ) -> dict:
     """Mean nll of the last `stride` tokens of each row of idx (N, longest context + 1), with at
     most `context` tokens before the last. The interval takes the tokens as independent."""
@@ -400,7 +379,7 @@ def score_prompts(run: Run, prompts: list[Prompt], batch_tokens: int, advance: A
     for batch in make_batches(prompts, batch_tokens):
         log_p = score_batch(run.model, [prompts[i] for i in batch], start)
         scores.update(zip(batch, log_p, strict=True))
-        advance(len(batch))
+        advance(len(batch) * QUESTION)
     return [scores[i] for i in range(len(prompts))]
 
 
@@ -411,7 +390,7 @@ def choose(question: Question, log_p: np.ndarray) -> tuple[int, int]:
     return int(log_p.argmax()), int(per_character.argmax())
 
 
-def measure_choices(run: Run, cfg: DownstreamConfig, questions: list, advance: Advance) -> dict:
+def measure_choices(run: Run, cfg: DownstreamConfig, questions: list, advance: Advance, *_) -> dict:
     """Counts and accuracies over the questions of one subject."""
     prompts = [encode_question(run.enc, question, cfg.bos) for question in questions]
     scores = score_prompts(run, prompts, cfg.batch_tokens, advance)
@@ -441,20 +420,11 @@ def pool_subjects(groups: list[dict]) -> dict:
         squares = sum(g[key] * (1 - g[key] / g["n"]) for g in groups)  # n p (1 - p) of each subject
         total[name] = total[key] / n
         total[f"{name}_stderr"] = math.sqrt(squares / free / n) if free else None
-        total[f"{name}_interval_95"] = [round(x, 4) for x in wilson(total[key], n)]
+        total[f"{name}_interval_95"] = [round(x, 4) for x in runs.wilson(total[key], n)]
     return total | {"chance": total["guessed"] / n}
 
 
 # ---- cells
-
-
-class Cell(NamedTuple):
-    """An accuracy on one subject, a curve of perplexity, or the perplexity at one context."""
-
-    task: str
-    config: dict  # all that decides the result besides the weights
-    work: int  # steps of the progress bar
-    measure: Callable | None  # takes the bar's update; None: pool the task's cells before this one
 
 
 def perplexity_cells(run: Run, cfg: DownstreamConfig) -> Iterator[Cell]:
@@ -464,13 +434,15 @@ def perplexity_cells(run: Run, cfg: DownstreamConfig) -> Iterator[Cell]:
     fill_lengths(cfg, documents, run.trained)
     config = {"source": cfg.source, "window_attention": cfg.window_attention, "set": cfg.set}
     idx = cut_windows(documents, cfg.length, cfg.length, cfg.documents)
-    own = {"length": cfg.length, "average": cfg.average, "data": digest(idx.numpy())}
-    yield Cell("perplexity", config | own, len(idx), partial(by_position, run, cfg, idx))
+    own = config | {"length": cfg.length, "average": cfg.average, "data": runs.digest(idx.numpy())}
+    identity, measure = {"metric": "perplexity", "config": own}, partial(by_position, run, cfg, idx)
+    yield Cell(identity, "perplexity by position", len(idx) * cost(cfg.length), measure)
     idx = cut_windows(documents, cfg.contexts[-1], cfg.stride, -(-cfg.targets // cfg.stride))
-    config |= {"stride": cfg.stride, "data": digest(idx.numpy())}
+    config |= {"stride": cfg.stride, "data": runs.digest(idx.numpy())}
     for context in cfg.contexts:
+        identity = {"metric": "perplexity", "config": config | {"context": context}}
         measure = partial(by_context, run, cfg, idx, context)
-        yield Cell("perplexity", config | {"context": context}, len(idx), measure)
+        yield Cell(identity, f"perplexity at {context:,}", len(idx) * cost(context), measure)
 
 
 def choice_cells(run: Run, cfg: DownstreamConfig, task: str) -> Iterator[Cell]:
@@ -480,46 +452,14 @@ def choice_cells(run: Run, cfg: DownstreamConfig, task: str) -> Iterator[Cell]:
     config = {"num_fewshot": num_fewshot, "limit": cfg.limit, "bos": cfg.bos}
     config |= {"window_attention": cfg.window_attention, "set": cfg.set}
     for subject, questions in subjects.items():
-        own = {"subject": subject, "data": digest(json.dumps(questions).encode())}
+        own = {"subject": subject, "data": runs.digest(json.dumps(questions).encode())}
+        identity = {"metric": task, "config": config | own}
         measure = partial(measure_choices, run, cfg, questions)
-        yield Cell(task, config | own, len(questions), measure)
+        yield Cell(identity, f"{task} {subject}", len(questions) * QUESTION, measure)
     if len(subjects) > 1:
-        own = {"subject": "mean by size", "data": digest(json.dumps(subjects).encode())}
-        yield Cell(task, config | own, 1, None)
-
-
-def make_cells(run: Run, cfg: DownstreamConfig) -> Iterator[Cell]:
-    for task in cfg.tasks:
-        yield from (
-            perplexity_cells(run, cfg) if task == "perplexity" else choice_cells(run, cfg, task)
-        )
-
-
-def evaluate(path: str, cfg: DownstreamConfig, device: torch.device) -> Iterator[dict]:
-    """The records of one run, each appended to eval/<task>.jsonl as soon as it is there."""
-    with user_errors():
-        run = load_run(path, device, cfg)
-        cells = list(make_cells(run, cfg))
-    about, earlier = origin(run), []
-    for cell in cells:
-        file = folder_of(path) / f"{cell.task}.jsonl"
-        like = {"metric": cell.task, "config": cell.config}
-        record = finished(file, like | {"weights": about["weights"]}) if cfg.resume else None
-        if record is None:
-            began = time.perf_counter()
-            if cell.measure:
-                what = (cell.task, cell.config.get("subject"), cell.config.get("context"))
-                title = " ".join(str(word) for word in (name_of(path), *what) if word)
-                with tqdm(
-                    total=cell.work, desc=title, bar_format=BAR, disable=None, leave=False
-                ) as bar:
-                    measured = cell.measure(bar.update)
-            else:
-                measured = pool_subjects([r for r in earlier if r["metric"] == cell.task])
-            record = like | measured | {"seconds": round(time.perf_counter() - began, 2)} | about
-            append_record(file, record)
-        earlier.append(record)
-        yield record
+        own = {"subject": "mean by size", "data": runs.digest(json.dumps(subjects).encode())}
+        identity = {"metric": task, "config": config | own}
+        yield Cell(identity, task, 0, lambda _, earlier: pool_subjects(earlier[-len(subjects) :]))
 
 
 # ---- tables and the picture
@@ -540,93 +480,79 @@ def format_choices(results: dict[str, list[dict]]) -> str:
     head = "run, task, n, acc %, acc_norm %, chance %, longer, chosen %, right %"
     rows = [head.split(", ")]
     for run, r in ((run, r) for run, records in results.items() for r in records):
-        row = [name_of(run, results), f"{r['metric']} {r['config']['subject']}".strip()]
+        row = [runs.name_of(run, results), f"{r['metric']} {r['config']['subject']}".strip()]
         row += [f"{r['n']:,}", format_percent(r, "acc"), format_percent(r, "acc_norm")]
         row += [f"{100 * r['chance']:.1f}", f"{r['longer']:,}"]
         rows.append([*row, format_shares(r["chosen"]), format_shares(r["gold"])])
     legend = "± one standard error; longer: than the training length; "
-    return f"{aligned(rows)}\n{legend}chosen (by the sum) and right: shares of A/B/..."
+    return f"{runs.aligned(rows)}\n{legend}chosen (by the sum) and right: shares of A/B/..."
 
 
 def format_perplexities(results: dict[str, list[dict]]) -> str:
     """By context. The curve, a run's first record, is for the picture."""
     rows = [["run", "context", "targets", "nats a token", "perplexity", "bits a byte"]]
     for run, r in ((run, r) for run, records in results.items() for r in records[1:]):
-        row = [name_of(run, results), f"{r['config']['context']:,}", f"{r['n']:,}"]
+        row = [runs.name_of(run, results), f"{r['config']['context']:,}", f"{r['n']:,}"]
         row += [f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"]
         rows.append([*row, f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"])
-    return f"{aligned(rows)}\n± 95% interval; at every context the targets are the same"
+    return f"{runs.aligned(rows)}\n± 95% interval; at every context the targets are the same"
 
 
 def draw(results: dict[str, list[dict]], file: Path) -> None:
     """Perplexity by position, and by context for the same targets, with a curve for each run."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.5), sharex=True, sharey=True, layout="constrained"
+    figure = Figure((11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    curves = {}
+    for (run, (curve, *points)), (mark, line) in zip(results.items(), itertools.cycle(runs.STYLES)):
+        name, average = runs.name_of(run, results), curve["config"]["average"]
+        middle = (np.arange(len(curve["nll"])) + 0.5) * average
+        style = {"marker": mark, "linestyle": line, "markevery": 0.15, "label": name}
+        left.plot(middle, np.exp(curve["nll"]), **style)
+        points = [(r["config"]["context"], r["nll"], *r["interval_95"]) for r in points]
+        curves[name] = [(context, *np.exp(nats)) for context, *nats in points]
+    left.axvline(curve["training_length"], color="grey", linewidth=1, label="training length")
+    left.set(
+        yscale="log", ylabel="perplexity per token", xlabel="position in the document (tokens)"
     )
-    styles = zip(results.items(), STYLES * len(results), strict=False)
-    for (run, (curve, *points)), (marker, line) in styles:
-        style = {"marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1}
-        middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["average"]
-        label = name_of(run, results)
-        left.plot(middle, np.exp(curve["nll"]), markevery=0.15, label=label, **style)
-        if points:
-            contexts, y = zip(
-                *((p["config"]["context"], p["perplexity"]) for p in points), strict=True
-            )
-            bars = np.abs(np.exp([p["interval_95"] for p in points]).T - y)
-            right.errorbar(contexts, y, bars, capsize=3, **style)
-    curve, *points = next(iter(results.values()))
-    trained = curve["training_length"]
-    for axis in (left, right):
-        axis.axvline(trained, color="grey", linewidth=1)
-        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
-        axis.annotate("training length ", (trained, 0.98), color="grey", **place)
-        axis.set(xscale="log", yscale="log")
-        axis.xaxis.minorticks_off()
-        axis.tick_params(axis="x", rotation=30)
-    low, high = left.get_xlim()
-    ticks = [trained * 2**k for k in range(-8, 20) if low <= trained * 2**k <= high]
-    left.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    left.set_title(f"by position: {curve['n']:,} tokens, means of {average:,}")
+    left.tick_params(axis="x", rotation=30)
     left.yaxis.set_major_formatter(LogFormatter())
     left.yaxis.set_minor_formatter(LogFormatter())
-    left.set(xlabel="position in the document (tokens)", ylabel="perplexity per token")
-    left.set_title(f"by position: {curve['n']:,} tokens, means of {curve['config']['average']:,}")
-    right.set(xlabel="longest context of a target (tokens)")
-    if points:
-        right.set_title(f"by context: the same {points[0]['n']:,} targets, 95% intervals")
-    figure.legend(loc="outside upper center", ncols=min(5, len(results)))
+    runs.draw_curves(right, curves, curve["training_length"])
+    right.set(title="by context: the same targets, 95% intervals", xlabel="context (tokens)")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
-def main() -> None:
-    (cfg,), runs = configurator.parse([DownstreamConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = distinct(runs or [str(PRETRAINED)])
-    with user_errors():
-        device, _ = pick_device(cfg.device)
-        for run in runs:  # all mistakes show before the work begins
-            list(make_cells(load_run(run, torch.device("cpu"), cfg), cfg))
-    results, stopped = collect(runs, lambda run: evaluate(run, cfg, device))
-    curves = {run: [r for r in rs if r["metric"] == "perplexity"] for run, rs in results.items()}
-    curves = {run: rs for run, rs in curves.items() if rs}
-    choices = {run: [r for r in rs if r["metric"] != "perplexity"] for run, rs in results.items()}
-    choices = {run: rs for run, rs in choices.items() if rs}
+def report(results: dict[str, list[dict]]) -> None:
+    """Print the tables, and save the picture in the first run's folder."""
+    curves, choices = {}, {}
+    for run, records in results.items():
+        for record in records:
+            kind = curves if record["metric"] == "perplexity" else choices
+            kind.setdefault(run, []).append(record)
     if curves:
-        file = folder_of(next(iter(curves))) / "perplexity.png"
+        file = runs.folder_of(next(iter(curves))) / "perplexity.png"
         draw(curves, file)
         print(f"{format_perplexities(curves)}\nsaved {file}")
     if choices:
         print(format_choices(choices))
-    if results:
-        print("records in " + ", ".join(f"{folder_of(run)}/" for run in results))
-    if stopped:
-        sys.exit(130)
+
+
+def main() -> None:
+    (cfg,), paths = configurator.parse([DownstreamConfig], sys.argv[1:], __doc__, positional="runs")
+    plan: list[tuple[Run, list[Cell]]] = []
+    with user_errors():  # all mistakes show before the work begins
+        for run in runs.load_runs(paths, cfg):
+            plan.append((run, []))
+            for task in cfg.tasks:
+                choice = task != "perplexity"
+                cells = choice_cells(run, cfg, task) if choice else perplexity_cells(run, cfg)
+                plan[-1][1].extend(cells)
+    runs.evaluate(plan, cfg, report)
 
 
 if __name__ == "__main__":

@@ -635,10 +635,10 @@ def test_command_line_writes_tables_records_and_a_picture(run, tmp_path, monkeyp
 def test_interrupted_and_resumed(run, tmp_path, monkeypatch, capsys):
     whole = E.by_context
 
-    def interrupted(run, cfg, idx, context, progress):
+    def interrupted(run, cfg, idx, context, *rest):
         if context == 128:
             raise KeyboardInterrupt
-        return whole(run, cfg, idx, context, progress)
+        return whole(run, cfg, idx, context, *rest)
 
     monkeypatch.setattr(E, "by_context", interrupted)
     arguments = (run, f"--source={tmp_path / 'text.txt'}", *SHORT, "--resume")
@@ -764,7 +764,7 @@ def test_a_file_without_rows_is_named(tmp_path, name):
 
 
 def test_without_a_run_the_model_that_comes_along(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(E, "PRETRAINED", run)
+    monkeypatch.setattr(records, "PRETRAINED", run)
     (tmp_path / "text.txt").write_text("some words " * 60, encoding="utf-8")
     call(monkeypatch, f"--source={tmp_path / 'text.txt'}", "--contexts=32")
     assert "perplexity" in capsys.readouterr().out and (run / "eval" / "perplexity.jsonl").exists()
