@@ -73,20 +73,17 @@ FEWSHOT_SEED = 1234  # the harness's default
 class DownstreamConfig(EvalConfig):
     """What to ask."""
 
-    tasks: tuple[str, ...] = ("perplexity",)  # perplexity, arc_easy, arc_challenge, mmlu,
-    # mmlu_continuation
+    tasks: tuple[str, ...] = ("perplexity",)  # or arc_easy, arc_challenge, mmlu, mmlu_continuation
     data_dir: str = ""  # folder of the hub's data sets as .jsonl or .parquet, in files such as
     # ARC-Easy_test.jsonl or ARC-Easy/test-00000-of-00001.parquet (MMLU: test.jsonl, dev.jsonl); if
     # empty they come from the hub
     num_fewshot: int = -1  # solved examples before a question: the first of MMLU's dev split, or
     # drawn for each question from ARC's train split; -1: 5 for mmlu, otherwise 0
     limit: int = 0  # only the first questions, this many a task (MMLU: a subject); 0: all
-    bos: bool = True  # prompts begin with <|endoftext|>, as training documents do; the harness's
-    # default is false
+    bos: bool = True  # begin with <|endoftext|>, as in training; the harness's default is false
     source: str = ""  # text for perplexity: a folder of token shards (validation shards are taken),
     # a text file, or wikitext; if empty, what the first run was trained on
-    length: int = 0  # by position: tokens of a document; 0: 16x the training length of the first
-    # run, or less if no document is that long
+    length: int = 0  # by position: tokens of a text; 0: up to 16x the first run's training length
     average: int = 256  # by position: positions averaged for a point of the curve
     documents: int = 4  # by position: documents averaged, at most; a long one is cut into several
     contexts: tuple[int, ...] = ()  # by context: the longest contexts of the targets in tokens; if
@@ -465,7 +462,7 @@ def choice_cells(run: Run, cfg: DownstreamConfig, task: str) -> Iterator[Cell]:
 # ---- tables and the picture
 
 
-def format_percent(record: dict, name: str) -> str:
+def format_accuracy(record: dict, name: str) -> str:
     error = record[f"{name}_stderr"]
     return f"{100 * record[name]:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
@@ -476,52 +473,30 @@ def format_shares(counts: list[int]) -> str:
     return "/".join(f"{100 * count / sum(counts):.0f}" for count in counts[: last + 1])
 
 
-def format_choices(results: dict[str, list[dict]]) -> str:
-    head = "run, task, n, acc %, acc_norm %, chance %, longer, chosen %, right %"
-    rows = [head.split(", ")]
-    for run, r in ((run, r) for run, records in results.items() for r in records):
-        row = [runs.name_of(run, results), f"{r['metric']} {r['config']['subject']}".strip()]
-        row += [f"{r['n']:,}", format_percent(r, "acc"), format_percent(r, "acc_norm")]
-        row += [f"{100 * r['chance']:.1f}", f"{r['longer']:,}"]
-        rows.append([*row, format_shares(r["chosen"]), format_shares(r["gold"])])
-    legend = "± one standard error; longer: than the training length; "
-    return f"{runs.aligned(rows)}\n{legend}chosen (by the sum) and right: shares of A/B/..."
-
-
-def format_perplexities(results: dict[str, list[dict]]) -> str:
-    """By context. The curve, a run's first record, is for the picture."""
-    rows = [["run", "context", "targets", "nats a token", "perplexity", "bits a byte"]]
-    for run, r in ((run, r) for run, records in results.items() for r in records[1:]):
-        row = [runs.name_of(run, results), f"{r['config']['context']:,}", f"{r['n']:,}"]
-        row += [f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"]
-        rows.append([*row, f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"])
-    return f"{runs.aligned(rows)}\n± 95% interval; at every context the targets are the same"
-
-
-def draw(results: dict[str, list[dict]], file: Path) -> None:
+def draw(records: list[tuple[str, dict]], file: Path) -> None:
     """Perplexity by position, and by context for the same targets, with a curve for each run."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
     figure = Figure((11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
-    curves = {}
-    for (run, (curve, *points)), (mark, line) in zip(results.items(), itertools.cycle(runs.STYLES)):
-        name, average = runs.name_of(run, results), curve["config"]["average"]
-        middle = (np.arange(len(curve["nll"])) + 0.5) * average
-        style = {"marker": mark, "linestyle": line, "markevery": 0.15, "label": name}
-        left.plot(middle, np.exp(curve["nll"]), **style)
-        points = [(r["config"]["context"], r["nll"], *r["interval_95"]) for r in points]
-        curves[name] = [(context, *np.exp(nats)) for context, *nats in points]
-    left.axvline(curve["training_length"], color="grey", linewidth=1, label="training length")
-    left.set(
-        yscale="log", ylabel="perplexity per token", xlabel="position in the document (tokens)"
-    )
-    left.set_title(f"by position: {curve['n']:,} tokens, means of {average:,}")
+    curves, styles = [(run, r) for run, r in records if "length" in r["config"]], runs.STYLES
+    for (run, r), (marker, line) in zip(curves, itertools.cycle(styles)):
+        middle = (np.arange(len(r["nll"])) + 0.5) * r["config"]["average"]
+        style = {"marker": marker, "linestyle": line, "markevery": 0.15, "label": run}
+        left.plot(middle, np.exp(r["nll"]), **style)
+    left.axvline(r["training_length"], color="grey", linewidth=1, label="training length")
+    left.set(yscale="log", ylabel="perplexity per token", xlabel="position (tokens)")
+    left.set_title(f"by position: {r['n']:,} tokens, means of {r['config']['average']:,}")
     left.tick_params(axis="x", rotation=30)
     left.yaxis.set_major_formatter(LogFormatter())
     left.yaxis.set_minor_formatter(LogFormatter())
-    runs.draw_curves(right, curves, curve["training_length"])
+    points: dict[str, list[tuple]] = {run: [] for run, _ in curves}
+    for run, r in records:
+        if "context" in r["config"]:
+            values = np.exp([r["nll"], *r["interval_95"]])
+            points[run].append((r["config"]["context"], *values))
+    runs.draw_curves(right, points, r["training_length"])
     right.set(title="by context: the same targets, 95% intervals", xlabel="context (tokens)")
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     figure.savefig(file, dpi=150)
@@ -529,29 +504,41 @@ def draw(results: dict[str, list[dict]], file: Path) -> None:
 
 def report(results: dict[str, list[dict]]) -> None:
     """Print the tables, and save the picture in the first run's folder."""
-    curves, choices = {}, {}
-    for run, records in results.items():
-        for record in records:
-            kind = curves if record["metric"] == "perplexity" else choices
-            kind.setdefault(run, []).append(record)
-    if curves:
-        file = runs.folder_of(next(iter(curves))) / "perplexity.png"
-        draw(curves, file)
-        print(f"{format_perplexities(curves)}\nsaved {file}")
-    if choices:
-        print(format_choices(choices))
+    records = [(runs.name_of(path, results), r) for path, rs in results.items() for r in rs]
+    contexts = [["run", "context", "targets", "nats a token", "perplexity", "bits a byte"]]
+    heads = "run, task, n, acc %, acc_norm %, chance %, longer, chosen %, right %"
+    choices = [heads.split(", ")]
+    for run, r in records:
+        if "context" in r["config"]:
+            nats = f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"
+            row = [run, f"{r['config']['context']:,}", f"{r['n']:,}", nats]
+            contexts.append([*row, f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"])
+        elif "subject" in r["config"]:
+            row = [run, f"{r['metric']} {r['config']['subject']}".strip(), f"{r['n']:,}"]
+            row += [format_accuracy(r, "acc"), format_accuracy(r, "acc_norm")]
+            row += [f"{100 * r['chance']:.1f}", f"{r['longer']:,}"]
+            choices.append([*row, format_shares(r["chosen"]), format_shares(r["gold"])])
+    if "perplexity" in {r["metric"] for _, r in records}:
+        file = runs.folder_of(next(iter(results))) / "perplexity.png"
+        draw(records, file)
+        print(
+            f"{runs.aligned(contexts)}\n± 95% interval; at every context the targets are the same"
+        )
+        print(f"saved {file}")
+    if choices[1:]:
+        print(runs.aligned(choices))
+        print("± one standard error; longer: than the training length;", end=" ")
+        print("chosen (by the sum) and right: shares of A/B/...")
 
 
 def main() -> None:
     (cfg,), paths = configurator.parse([DownstreamConfig], sys.argv[1:], __doc__, positional="runs")
-    plan: list[tuple[Run, list[Cell]]] = []
     with user_errors():  # all mistakes show before the work begins
-        for run in runs.load_runs(paths, cfg):
-            plan.append((run, []))
+        plan: list[tuple[Run, list[Cell]]] = [(run, []) for run in runs.load_runs(paths, cfg)]
+        for run, cells in plan:
             for task in cfg.tasks:
                 choice = task != "perplexity"
-                cells = choice_cells(run, cfg, task) if choice else perplexity_cells(run, cfg)
-                plan[-1][1].extend(cells)
+                cells += choice_cells(run, cfg, task) if choice else perplexity_cells(run, cfg)
     runs.evaluate(plan, cfg, report)
 
 
