@@ -182,7 +182,10 @@ def folder_of(path: str) -> Path:
 
 def distinct(paths: Iterable[str]) -> list[str]:
     """Each run once, in the order given."""
-    return list({place_of(path): path for path in reversed(list(paths))}.values())[::-1]
+    first: dict[Path, str] = {}
+    for path in paths:
+        first.setdefault(place_of(path), path)
+    return list(first.values())
 
 
 # ---- records
@@ -384,9 +387,7 @@ def draw_shares(axis: "Axes", results: dict[str, list[dict]]) -> None:
 def main() -> None:
     _, words = configurator.parse([], sys.argv[1:], __doc__, positional="runs")
     if len(words) != 2:
-        fail(
-            f"got {len(words)} words, expected two: a run, and a folder for its copy without optimizer"
-        )
+        fail(f"got {len(words)} words, expected two: a run, and the folder of its copy")
     source, target = words[0], Path(words[1])
     with user_errors():
         saved = load_checkpoint(source)

@@ -62,11 +62,8 @@ def test_fingerprint_is_of_the_weights_alone():
 
 def test_interventions_change_one_number_and_what_is_recorded(run):
     """LAYER.HEAD.NAME=VALUE for parameters and for fixed values; other weights are another fingerprint."""
-    device, changes = (
-        torch.device("cpu"),
-        R.Changes(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1")),
-    )
-    plain, changed = R.load_run(str(run), device), R.load_run(str(run), device, changes)
+    cfg = R.EvalConfig(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1"))
+    plain, changed = R.load_run(str(run)), R.load_run(str(run), "cpu", cfg)
     assert changed.model.window == 8 and plain.model.window is None
     before, after = plain.model.prior_values(), changed.model.prior_values()
     before["theta_beta"][1][3], before["s"][0][2], before["theta_mu"][0][0] = 0.0, -0.5, 1.0
@@ -92,7 +89,7 @@ def test_an_intervention_on_what_is_not_there_is_told(run, change):
     with pytest.raises(
         ValueError, match="layers 0 to 1, heads 0 to 3 and theta_alpha, theta_beta, theta_mu, s"
     ) as told:
-        R.load_run(str(run), torch.device("cpu"), R.Changes(set=(change,)))
+        R.load_run(str(run), "cpu", R.EvalConfig(set=(change,)))
     assert "\n" not in str(told.value)
 
 

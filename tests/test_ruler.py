@@ -16,6 +16,7 @@ from conftest import make_model
 
 import eval_ruler as E
 import needles as N
+import runs as R
 from data import get_tokenizer
 from model import ModelConfig
 from prepare_fineweb import PrepareConfig
@@ -121,7 +122,7 @@ def test_texts_as_they_are_sent():
 
 
 def test_names_are_listed_as_in_ruler():
-    assert [N.listed(list(names)) for names in ("a", "ab", "abcd")] == [
+    assert [N.join_names(list(names)) for names in ("a", "ab", "abcd")] == [
         "a",
         "a, and b",
         "a, b, c, and d",
@@ -345,7 +346,7 @@ def outcomes_of(monkeypatch, enc, samples, say, forced):
 
     monkeypatch.setattr(E, "generate", generate)
     monkeypatch.setattr(E, "score", score)
-    return E.result([E.ask(run, sample) for sample in samples])
+    return E.count_outcomes([E.ask(run, sample) for sample in samples])
 
 
 @pytest.mark.parametrize("task", N.TASKS)
@@ -527,7 +528,7 @@ def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, 
 
 
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys, quick):
-    monkeypatch.setattr(E, "PRETRAINED", run)
+    monkeypatch.setattr(R, "PRETRAINED", run)
     call(monkeypatch, "--dry_run", "--tasks=niah_single_1")
     assert capsys.readouterr().out.startswith("==== niah_single_1 at 1,024 tokens: prompt ")
     call(monkeypatch, "--tasks=niah_single_1", "--lengths=1024", "--samples=1")
