@@ -33,7 +33,6 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 import torch
-from pyarrow import parquet
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -48,10 +47,10 @@ class Task(NamedTuple):
     """A multiple-choice data set, and how its questions are put."""
 
     hub: str  # its name on the hub
-    config: str
+    config: str  # part of it
     examples: str  # split of the solved examples: the first of dev, or drawn from train
     shots: int  # solved examples by default
-    letters: bool  # letters of the choices continue the question, or the choices do so themselves
+    letters: bool  # the letters of the choices continue the question, not the choices
     description: str  # first words of a prompt; {} is the subject
 
 
@@ -109,7 +108,7 @@ class DownstreamConfig(EvalConfig):
 
 def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
     """The documents of the source as tokens, each with its <|endoftext|> first."""
-    folder, tokenizer = Path(cfg.source), run.saved["tokenizer"]
+    folder, known = Path(cfg.source), run.model.cfg.vocab_size
     if cfg.source == "wikitext":  # one document: the rows are its lines
         rows = read_split("Salesforce/wikitext", "wikitext-2-raw-v1", "test", cfg.data_dir)
         return [np.array(encode_document(run.enc, "".join(row["text"] for row in rows)))]
@@ -121,10 +120,9 @@ def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
     meta, shards = read_meta(folder), [read_shard(f) for f in shard_files(folder, "val_*")]
     if not shards:
         raise ValueError(f"no *val_*.bin shards in {folder}; name another source")
-    if meta and meta["tokenizer"] != tokenizer:
-        raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {tokenizer}")
-    known, highest = run.model.cfg.vocab_size, max(int(shard.max()) for shard in shards)
-    if highest >= known:
+    if meta and meta["tokenizer"] != (needed := run.saved["tokenizer"]):
+        raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {needed}")
+    if (highest := max(int(shard.max()) for shard in shards)) >= known:
         raise ValueError(f"{folder} has the token id {highest}, {run.path} knows {known:,}")
     return [document for shard in shards for document in whole_documents(shard, run.enc.eot_token)]
 
@@ -223,6 +221,8 @@ def read_split(hub: str, config: str, split: str, data_dir: str) -> list[dict]:
         except Exception as error:  # datasets and the HTTP libraries have their own kinds
             advice = "connect to the network, or give its files with --data_dir"
             raise ValueError(f"{hub} cannot be read; {advice} ({error})") from error
+    from pyarrow import parquet  # comes with datasets
+
     rows = []
     for file in find_files(config, split, data_dir):
         try:
