@@ -356,7 +356,7 @@ def draw_curves(axis, curves: dict[str, list[tuple]], trained: int) -> None:
     ticks = sorted({point[0] for points in curves.values() for point in points})
     axis.set_xscale("log")
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-    axis.minorticks_off()
+    axis.xaxis.minorticks_off()
 
 
 def draw_shares(axis, results: dict[str, list[dict]]) -> None:

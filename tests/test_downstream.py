@@ -1,4 +1,4 @@
-"""Perplexity, ARC and MMLU: the harness's own numbers, oracles, one item scored three ways, the command line."""
+"""Perplexity, ARC and MMLU: the harness's own numbers, oracles, the command line."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from conftest import ENCODINGS, make_model
 
 import data as shards
 import eval_downstream as E
-import eval_downstream as Q
 import runs as records
 import streaming
 from data import get_tokenizer
@@ -89,12 +88,14 @@ EXAMPLES = [
 ]
 
 
-def load(task, cfg):
-    return Q.load_questions(task, cfg.num_fewshot, cfg.limit, cfg.data_dir)
+def load(task, data_dir="", num_fewshot=None, limit=0):
+    """Subject -> its questions."""
+    num_fewshot = E.TASKS[task].shots if num_fewshot is None else num_fewshot
+    return E.load_questions(task, num_fewshot, limit, str(data_dir))
 
 
-def measure(run, cfg, questions, progress):
-    return Q.measure_choices(run, questions, cfg.bos, cfg.batch_tokens, progress)
+def silent(done):
+    """No progress bar."""
 
 
 def write_rows(folder):
@@ -122,7 +123,7 @@ def write_rows(folder):
 
 
 def frozen_model(tokenizer):
-    """A model whose weights are the same everywhere: NumPy promises never to change this generator's numbers."""
+    """The same weights everywhere: NumPy promises never to change this generator's numbers."""
     vocab, width = {"bytes": (257, 32), "gpt2": (50257, 16)}[tokenizer]
     model = GPT(ModelConfig(vocab_size=vocab, n_layer=2, n_head=4, n_embd=width, block_size=64))
     random = np.random.RandomState(7)
@@ -133,8 +134,9 @@ def frozen_model(tokenizer):
     return model.eval()
 
 
-# What lm-evaluation-harness 0.4.13 says of these rows and the models of frozen_model(): right answers by acc and by
-# acc_norm, and the log-likelihood of every choice. <|endoftext|> first and no example; mmlu: none first, one example.
+# What lm-evaluation-harness 0.4.13 says of these rows and the models of frozen_model(): right
+# answers by acc and by acc_norm, and the log-likelihood of every choice. Prompts begin with
+# <|endoftext|> and have no example; those of mmlu begin without it and have one example.
 HARNESS = {
     ("bytes", "arc_easy"): (
         1,
@@ -230,20 +232,16 @@ def make_run(model, tokenizer="bytes"):
 def test_the_harness_says_the_same(tokenizer, task, tmp_path):
     run = make_run(frozen_model(tokenizer), tokenizer)
     letters = task == "mmlu"
-    cfg = E.DownstreamConfig(
-        data_dir=str(write_rows(tmp_path)), bos=not letters, num_fewshot=int(letters)
-    )
-    subjects = load(task, cfg)
+    cfg = E.DownstreamConfig(bos=not letters)
     found, groups = [], []
-    for questions in subjects.values():
-        found += Q.score_prompts(
-            run.model, [Q.encode_question(run.enc, q, cfg.bos) for q in questions], 400
-        )
-        groups.append(measure(run, cfg, questions, lambda done: None))
+    for questions in load(task, write_rows(tmp_path), int(letters)).values():
+        prompts = [E.encode_question(run.enc, q, cfg.bos) for q in questions]
+        found += E.score_prompts(run, prompts, 400, silent)
+        groups.append(E.measure_choices(run, cfg, questions, silent))
     acc, acc_norm, expected = HARNESS[tokenizer, task]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-4)
-    result = Q.pooled(groups)
+    result = E.pool_subjects(groups)
     assert (result["n"], result["right"], result["right_norm"]) == (len(expected), acc, acc_norm)
     assert result["chance"] == pytest.approx(np.mean([1 / len(row) for row in expected]))
 
@@ -253,43 +251,42 @@ def test_pooled_standard_error_is_the_harness_s():
         {"n": n, "right": right, "right_norm": 0, **ZEROS}
         for right, n in ((3, 10), (40, 100), (12, 25))
     ]
-    result = Q.pooled(groups)
+    result = E.pool_subjects(groups)
     assert result["acc"] == pytest.approx(55 / 135) and result["n"] == 135
     assert result["acc_stderr"] == pytest.approx(
         0.042600643361512924, rel=1e-12
     )  # its pooled_sample_stderr
-    alone = Q.pooled(groups[:1])
+    alone = E.pool_subjects(groups[:1])
     assert alone["acc_stderr"] == pytest.approx(math.sqrt(0.3 * 0.7 / 9))
-    assert Q.pooled([{**groups[0], "n": 1, "right": 1}])["acc_stderr"] is None
+    assert E.pool_subjects([{**groups[0], "n": 1, "right": 1}])["acc_stderr"] is None
 
 
 ZEROS = {"guessed": 0.0, "longer": 0, "chosen": [0], "gold": [0]}
 
 
 def test_prompts_to_the_letter(tmp_path):
-    cfg = E.DownstreamConfig(data_dir=str(write_rows(tmp_path)), num_fewshot=1)
-    first = load("mmlu", cfg)["high_school_chemistry"][0]
+    first = load("mmlu", write_rows(tmp_path), 1)["high_school_chemistry"][0]
     assert first.context == (
-        "The following are multiple choice questions (with answers) about high school chemistry.\n\n"
+        "The following are multiple choice questions (with answers) about high school chemistry."
+        "\n\n"
         "Which is a metal?\nA. Sulfur\nB. Zinc\nC. Neon\nD. None of them\nAnswer: B\n\n"
         "Which gas is heavier than air?\nA. Helium\nB. Hydrogen\nC. Argon\nD. None\nAnswer:"
     )
     assert first.continuations == ["A", "B", "C", "D"] and first.gold == 2
-    cfg = E.DownstreamConfig(data_dir=str(tmp_path))
-    last = load("mmlu_continuation", cfg)["high_school_world_history"][-1]
+    last = load("mmlu_continuation", tmp_path)["high_school_world_history"][-1]
     begin = "The following are questions (with answers) about high school world history.\n\n"
-    assert last == Q.Question(
+    assert last == E.Question(
         begin + "Question: In which year?\nAnswer:", ["1066", "1492", "1789", "1914"], 1
     )
-    arc = load("arc_easy", cfg)[""]
+    arc = load("arc_easy", tmp_path)[""]
     assert [q.gold for q in arc] == [0, 1, 0, 0, 0, 0, 2, 0]
-    assert arc[4] == Q.Question(
+    assert arc[4] == E.Question(
         "Question:   How many moons has Mercury?\n\nAnswer:", ["None", "NA", "1", "2"], 0
     )
 
 
 def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
-    """ARC: one generator, seeded with 1234, takes others of the train split for each question in turn."""
+    """ARC: one generator with seed 1234 draws from the train split for each question in turn."""
     rows = [
         {
             "question": f"Number {i}?",
@@ -301,10 +298,7 @@ def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
     lines = [json.dumps(row) + "\n" for row in rows]
     (write_rows(tmp_path) / "ARC-Easy_train.jsonl").write_text("".join(lines), encoding="utf-8")
     found, alone, limited = (
-        load(
-            "arc_easy", E.DownstreamConfig(data_dir=str(tmp_path), num_fewshot=shots, limit=limit)
-        )[""]
-        for shots, limit in ((3, 0), (0, 0), (3, 4))
+        load("arc_easy", tmp_path, shots, limit)[""] for shots, limit in ((3, 0), (0, 0), (3, 4))
     )
     rng = random.Random(1234)
     drawn = [rng.sample(range(30), 3) for _ in ARC]
@@ -318,7 +312,7 @@ def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
 def test_space_at_the_end_of_the_context_belongs_to_the_continuation(tokenizer):
     enc = get_enc(tokenizer)
     for bos in (True, False):
-        prompt = Q.encode_question(enc, Q.Question("One two: \n", ["three", "three "], 0), bos)
+        prompt = E.encode_question(enc, E.Question("One two: \n", ["three", "three "], 0), bos)
         assert [enc.decode(row[prompt.first :]) for row in prompt.rows] == [
             " \n three",
             " \n three ",
@@ -328,7 +322,7 @@ def test_space_at_the_end_of_the_context_belongs_to_the_continuation(tokenizer):
 
 def test_letters_are_four_tokens_of_gpt2():
     enc = get_enc("gpt2")
-    prompt = Q.encode_question(enc, Q.Question("Answer:", list("ABCD"), 0), False)
+    prompt = E.encode_question(enc, E.Question("Answer:", list("ABCD"), 0), False)
     assert [row[prompt.first :] for row in prompt.rows] == [[317], [347], [327], [360]]
 
 
@@ -351,8 +345,8 @@ def some_prompts():
     prompts = []
     for i in range(10):
         choices = [text[c * 40 :][: int(rng.integers(1, 30))] for c in range(2 + i % 4)]
-        question = Q.Question("A shared beginning. " + text[i * 9 :][: 5 + 9 * i], choices, 0)
-        prompts.append(Q.encode_question(enc, question, i < 9))
+        question = E.Question("A shared beginning. " + text[i * 9 :][: 5 + 9 * i], choices, 0)
+        prompts.append(E.encode_question(enc, question, i < 9))
     return prompts
 
 
@@ -364,32 +358,32 @@ def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypa
     expected = [direct(model, prompt) for prompt in prompts]
     monkeypatch.setattr(streaming, "LOSS_CHUNK", 257 * 40)  # several pieces of logits a batch
     for batch_tokens in (1, 10**6):
-        for ours, theirs in zip(
-            Q.score_prompts(model, prompts, batch_tokens), expected, strict=True
-        ):
+        scores = E.score_prompts(make_run(model), prompts, batch_tokens, silent)
+        for ours, theirs in zip(scores, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
 
 
 def test_texts_that_share_nothing():
     model = make_model("ggd", True)
-    prompts = [some_prompts()[-1], Q.Prompt([[5, 6], [5, 7]], 1), Q.Prompt([[9, 6, 1], [9, 7]], 1)]
-    for ours, prompt in zip(Q.score_prompts(model, prompts, 10**6), prompts, strict=True):
+    prompts = [some_prompts()[-1], E.Prompt([[5, 6], [5, 7]], 1), E.Prompt([[9, 6, 1], [9, 7]], 1)]
+    scores = E.score_prompts(make_run(model), prompts, 10**6, silent)
+    for ours, prompt in zip(scores, prompts, strict=True):
         np.testing.assert_allclose(ours, direct(model, prompt), atol=1e-4)
-    assert Q.shared_beginning(prompts) == 0
+    assert E.shared_beginning(prompts) == 0
 
 
 def test_one_item_scored_three_ways():
     model = make_model("ggd", True)
-    question = Q.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
-    prompt = Q.encode_question(get_tokenizer("bytes"), question, True)
-    ours = Q.score_prompts(model, [prompt], 10**6)[0]
+    question = E.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
+    prompt = E.encode_question(get_tokenizer("bytes"), question, True)
+    ours = E.score_prompts(make_run(model), [prompt], 10**6, silent)[0]
     for log_p, row in zip(ours, prompt.rows, strict=True):
         idx, targets = torch.tensor([row[:-1]]), torch.tensor([row[1:]])
         targets[:, : prompt.first - 1] = -100
         loss = model(idx, targets).item() * (len(row) - prompt.first)
-        cache, one_by_one = Q.KVCache(model, 1, len(row)), 0.0
+        cache, one_by_one = E.KVCache(model, 1, len(row)), 0.0
         for i, (token, following) in enumerate(zip(row, row[1:], strict=False), 1):
-            logits = Q.prefill(model, torch.tensor([[token]]), cache, wanted=1)
+            logits = E.prefill(model, torch.tensor([[token]]), cache, wanted=1)
             one_by_one += (
                 logits[0, 0].log_softmax(-1)[following].item() if i >= prompt.first else 0.0
             )
@@ -406,30 +400,26 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
         model.head.weight.zero_()
     run, idx = make_run(model), torch.randint(0, 256, (3, 129))
     cfg = E.DownstreamConfig(length=128, average=32, stride=16)
-    assert np.exp(E.by_position(run, cfg, idx, lambda done: None)["nll"]) == pytest.approx(
-        [257] * 4, rel=1e-5
-    )
-    result = E.by_context(run, cfg, idx, 64, lambda done: None)
+    assert np.exp(E.by_position(run, cfg, idx, silent)["nll"]) == pytest.approx([257] * 4, rel=1e-5)
+    result = E.by_context(run, cfg, idx, 64, silent)
     assert result["perplexity"] == pytest.approx(257, rel=1e-5) and result["n"] == 48
     assert result["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-5)
     prompt = some_prompts()[3]
     expected = [-(len(row) - prompt.first) * math.log(257) for row in prompt.rows]
-    np.testing.assert_allclose(Q.score_prompts(model, [prompt], 100)[0], expected, rtol=1e-5)
+    (ours,) = E.score_prompts(make_run(model), [prompt], 100, silent)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 def test_oracle_and_a_model_that_likes_the_first_choice(tmp_path, monkeypatch):
-    cfg, run = (
-        E.DownstreamConfig(data_dir=str(write_rows(tmp_path))),
-        make_run(make_model("nope", False)),
-    )
-    questions = load("arc_easy", cfg)[""]
+    cfg, run = E.DownstreamConfig(), make_run(make_model("nope", False))
+    questions = load("arc_easy", write_rows(tmp_path))[""]
 
     def answers(prefers):
         rows = [
             [-100.0 * (i != prefers(q)) - 1 for i in range(len(q.continuations))] for q in questions
         ]
-        monkeypatch.setattr(Q, "score_prompts", lambda *rest: [np.array(row) for row in rows])
-        return measure(run, cfg, questions, lambda done: None)
+        monkeypatch.setattr(E, "score_prompts", lambda *rest: [np.array(row) for row in rows])
+        return E.measure_choices(run, cfg, questions, silent)
 
     oracle, first = answers(lambda q: q.gold), answers(lambda q: 0)
     assert oracle["acc"] == oracle["acc_norm"] == 1 and oracle["acc_interval_95"][1] == 1
@@ -440,9 +430,9 @@ def test_oracle_and_a_model_that_likes_the_first_choice(tmp_path, monkeypatch):
 
 
 def test_ties_go_to_the_first_and_acc_norm_divides_by_characters():
-    question = Q.Question("", ["aa", "öö", "aaaaaa", ""], 0)
-    assert Q.choose(question, np.array([-4.0, -4.0, -9.0, -5.0])) == (0, 2)
-    assert Q.choose(question, np.array([-4.0, -4.0, -12.0, -3.0])) == (3, 0)
+    question = E.Question("", ["aa", "öö", "aaaaaa", ""], 0)
+    assert E.choose(question, np.array([-4.0, -4.0, -9.0, -5.0])) == (0, 2)
+    assert E.choose(question, np.array([-4.0, -4.0, -12.0, -3.0])) == (3, 0)
 
 
 # ---- perplexity
@@ -454,7 +444,7 @@ def test_by_position_is_the_cross_entropy_of_one_long_forward():
     nll = (
         -model(idx[:, :-1]).double().log_softmax(-1).gather(-1, idx[:, 1:, None]).squeeze(-1)
     )  # (2, 96)
-    result = E.by_position(make_run(model), cfg, idx, lambda done: None)
+    result = E.by_position(make_run(model), cfg, idx, silent)
     assert result["nll"] == pytest.approx(nll.view(2, 4, 24).mean((0, 2)).tolist(), abs=1e-4)
     assert result["nll_stderr"][1] == pytest.approx(nll[:, 24:48].std().item() / 48**0.5, abs=1e-4)
     assert result["n"] == 192
@@ -468,7 +458,7 @@ def test_by_context_scores_the_same_targets(window):
         cut = idx[:, -context - 1 :]
         logits = model(cut[:, :-1]).double()
         nll = -logits.log_softmax(-1).gather(-1, cut[:, 1:, None]).squeeze(-1)[:, -8:]
-        result = E.by_context(make_run(model), cfg, idx, context, lambda done: None)
+        result = E.by_context(make_run(model), cfg, idx, context, silent)
         assert result["nll"] == pytest.approx(nll.mean().item(), abs=1e-4) and result["n"] == 24
         assert result["perplexity"] == pytest.approx(math.exp(nll.mean().item()), rel=1e-4)
         half = 1.96 * nll.std().item() / 24**0.5
@@ -481,12 +471,12 @@ def test_bits_per_byte_count_the_bytes_of_the_targets():
     run = make_run(frozen_model("gpt2"), "gpt2")
     idx = torch.tensor(
         [
-            Q.encode_document(
+            E.encode_document(
                 run.enc, "Twelve words, naïve and 東京, that take more bytes than tokens."
             )
         ]
     )
-    result = E.by_context(run, E.DownstreamConfig(stride=9), idx, 12, lambda done: None)
+    result = E.by_context(run, E.DownstreamConfig(stride=9), idx, 12, silent)
     size = len(run.enc.decode_bytes(idx[0, -9:].tolist()))
     assert size > 20 and result["bits_per_byte"] == pytest.approx(
         result["nll"] * 9 / math.log(2) / size
@@ -495,14 +485,14 @@ def test_bits_per_byte_count_the_bytes_of_the_targets():
 
 def test_windows_slide_inside_documents():
     documents = [np.arange(100, 110), np.arange(200, 203), np.arange(300, 325)]
-    idx = E.windows(documents, 4, 3, 99)
+    idx = E.cut_windows(documents, 4, 3, 99)
     assert idx[:, 0].tolist() == [100, 103, 300, 303, 306, 309, 312, 315, 318] and idx.shape == (
         9,
         5,
     )
     targets = idx[2:, -3:].flatten().tolist()
     assert targets == list(range(302, 323))  # without a gap, none twice
-    assert E.windows(documents, 4, 3, 3)[:, 0].tolist() == [100, 306, 318]
+    assert E.cut_windows(documents, 4, 3, 3)[:, 0].tolist() == [100, 306, 318]
 
 
 def test_default_lengths_are_those_that_the_documents_have():
@@ -510,9 +500,10 @@ def test_default_lengths_are_those_that_the_documents_have():
         (2000, 1024, (64, 128, 256, 512, 1024)),
         (300, 256, (64, 128, 256)),
     ):
-        cfg = E.with_lengths(E.DownstreamConfig(), [np.zeros(size), np.zeros(20)], 64)
-        assert (cfg.length, cfg.contexts, cfg.stride) == (length, contexts, 32)
-        assert E.with_lengths(cfg, [np.zeros(size)], 64) == cfg
+        cfg = E.DownstreamConfig()
+        for trained in (64, 32):  # the first run's hold for all
+            E.fill_lengths(cfg, [np.zeros(size), np.zeros(20)], trained)
+            assert (cfg.length, cfg.contexts, cfg.stride) == (length, contexts, 32)
 
 
 # ---- data
@@ -521,25 +512,22 @@ def test_default_lengths_are_those_that_the_documents_have():
 @pytest.mark.skipif("NANOBAM_TEST_DATA" not in os.environ, reason="NANOBAM_TEST_DATA is not set")
 def test_the_real_files():
     folder = os.environ["NANOBAM_TEST_DATA"]
-    cfg = E.DownstreamConfig(data_dir=folder)
     for task in ("arc_easy", "arc_challenge"):
-        questions = load(task, cfg)[""]
+        questions = load(task, folder)[""]
         assert len(questions) == 300 and sorted({len(q.continuations) for q in questions}) == [3, 4]
         assert all(q.context.startswith("Question: ") for q in questions)
-    subjects = load("mmlu", cfg)
+    subjects = load("mmlu", folder)
     assert {s: len(q) for s, q in subjects.items()} == dict.fromkeys(subjects, 100) and len(
         subjects
     ) == 6
     assert all(
         q.context.count("Answer:") == 6 for questions in subjects.values() for q in questions
     )
-    limited = load("mmlu_continuation", E.DownstreamConfig(data_dir=folder, limit=7))
+    limited = load("mmlu_continuation", folder, limit=7)
     assert [len(q) for q in limited.values()] == [7] * 6
 
 
 def test_parquet_and_the_hub_s_names_read_as_jsonl_does(tmp_path):
-    import datasets
-
     write_rows(tmp_path)
     for name, file in (
         ("ARC-Easy_test", "ARC-Easy/test-00000-of-00001"),
@@ -552,22 +540,14 @@ def test_parquet_and_the_hub_s_names_read_as_jsonl_does(tmp_path):
         there = tmp_path / "hub" / f"{file}.parquet"
         there.parent.mkdir(parents=True)
         datasets.Dataset.from_list(rows).to_parquet(there)
-    local, hub = (
-        E.DownstreamConfig(data_dir=str(folder), num_fewshot=0)
-        for folder in (tmp_path, tmp_path / "hub")
-    )
     with pytest.raises(ValueError, match="are both the test split of ARC-Easy"):
-        load("arc_easy", local)
-    (tmp_path / "hub").rename(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").rename(tmp_path.parent / "hub_layout")
-    hub.data_dir = str(tmp_path.parent / "hub_layout")
+        load("arc_easy", tmp_path)
+    hub = (tmp_path / "hub").rename(tmp_path.parent / "hub_layout")
     for task in ("arc_easy", "mmlu", "mmlu_continuation"):
-        assert load(task, local) == load(task, hub)
+        assert load(task, tmp_path, 0) == load(task, hub, 0)
 
 
 def test_the_hub_is_asked_by_name(monkeypatch):
-    import datasets
-
     asked = []
     rows = [
         {"question": q, "choices": {"text": t, "label": list(k)}, "answerKey": a}
@@ -576,7 +556,7 @@ def test_the_hub_is_asked_by_name(monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows
     )
-    assert len(load("arc_challenge", E.DownstreamConfig())[""]) == 8
+    assert len(load("arc_challenge")[""]) == 8
     assert asked == [(("allenai/ai2_arc", "ARC-Challenge"), {"split": "test"})]
 
 
@@ -655,10 +635,10 @@ def test_command_line_writes_tables_records_and_a_picture(run, tmp_path, monkeyp
 def test_interrupted_and_resumed(run, tmp_path, monkeypatch, capsys):
     whole = E.by_context
 
-    def interrupted(run, cfg, idx, context, progress):
+    def interrupted(run, cfg, idx, context, *rest):
         if context == 128:
             raise KeyboardInterrupt
-        return whole(run, cfg, idx, context, progress)
+        return whole(run, cfg, idx, context, *rest)
 
     monkeypatch.setattr(E, "by_context", interrupted)
     arguments = (run, f"--source={tmp_path / 'text.txt'}", *SHORT, "--resume")
@@ -681,7 +661,7 @@ def test_interrupted_and_resumed(run, tmp_path, monkeypatch, capsys):
 
 def test_shards_and_wikitext_as_sources(run, tmp_path):
     enc = get_tokenizer("bytes")
-    documents = [Q.encode_document(enc, "word " * n) for n in (100, 3, 60)]
+    documents = [E.encode_document(enc, "word " * n) for n in (100, 3, 60)]
     folder = tmp_path / "shards"
     folder.mkdir()
     shards.write_shard(folder / "x_val_000000.bin", np.array(sum(documents, []), dtype=np.uint16))
@@ -699,7 +679,7 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
     (found,) = E.read_documents(
         loaded, E.DownstreamConfig(source="wikitext", data_dir=str(tmp_path / "data"))
     )
-    assert found.tolist() == Q.encode_document(enc, " = Title = \n A line . \n")
+    assert found.tolist() == E.encode_document(enc, " = Title = \n A line . \n")
 
 
 @pytest.mark.parametrize(
@@ -762,7 +742,7 @@ def test_a_row_of_another_schema_is_named(tmp_path, change):
     with pytest.raises(
         ValueError, match="row 2 of ARC-Easy test is not of the schema of allenai/ai2_arc"
     ):
-        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
+        load("arc_easy", tmp_path)
 
 
 def test_damaged_file_is_named(tmp_path):
@@ -770,7 +750,7 @@ def test_damaged_file_is_named(tmp_path):
         (tmp_path / name).write_bytes(content)
     for task, name in (("arc_easy", "ARC-Easy_test.parquet"), ("mmlu_continuation", "test.jsonl")):
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
-            load(task, E.DownstreamConfig(data_dir=str(tmp_path)))
+            load(task, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["blank.jsonl", "empty.jsonl", "empty.parquet"])
@@ -780,11 +760,11 @@ def test_a_file_without_rows_is_named(tmp_path, name):
     if name == "empty.parquet":
         datasets.Dataset.from_dict({"question": [], "answerKey": []}).to_parquet(file)
     with pytest.raises(ValueError, match=f"{file.name} has no rows"):
-        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
+        load("arc_easy", tmp_path)
 
 
 def test_without_a_run_the_model_that_comes_along(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(E, "PRETRAINED", run)
+    monkeypatch.setattr(records, "PRETRAINED", run)
     (tmp_path / "text.txt").write_text("some words " * 60, encoding="utf-8")
     call(monkeypatch, f"--source={tmp_path / 'text.txt'}", "--contexts=32")
     assert "perplexity" in capsys.readouterr().out and (run / "eval" / "perplexity.jsonl").exists()
