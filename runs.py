@@ -248,7 +248,7 @@ def finished(file: Path, like: dict) -> dict | None:
 # ---- evaluation
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
-BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
+BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left{postfix}"  # of tqdm
 STYLES = list(zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True))  # told apart in grey
 
 
