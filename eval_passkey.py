@@ -135,19 +135,16 @@ def count_work(prompts: list[Prompt], batch_tokens: int) -> int:
 # ---- cells
 
 
-def measure(run: Run, cfg: PasskeyConfig, filler: str, length: int, advance, earlier) -> dict:
-    prompts = make_length(run, cfg, filler, length)
+def measure(
+    run: Run, cfg: PasskeyConfig, make: Callable[[int], list[Prompt]], length: int, advance, earlier
+) -> dict:
+    with user_errors():
+        prompts = make(length)
     unit = len(prompts) * cost(length) / count_work(prompts, cfg.batch_tokens)
     scorer = SharingScorer(run.model, cfg.exact, lambda done: advance(done * unit))
     answers = find_answers(scorer, prompts, cfg.batch_tokens)
     skipped = scorer.cache.skipped().round(decimals=4).tolist()
     return count_answers(answers, cfg) | {"skipped_blocks": skipped}
-
-
-def make_length(run: Run, cfg: PasskeyConfig, filler: str, length: int) -> list[Prompt]:
-    about = cfg.depths, cfg.seeds, cfg.digits, cfg.wording, filler, cfg.description
-    with user_errors():
-        return make_prompts(run.enc, length, *about)
 
 
 def count_answers(answers: list[bool], cfg: PasskeyConfig) -> dict:
@@ -163,7 +160,10 @@ def count_answers(answers: list[bool], cfg: PasskeyConfig) -> dict:
 def make_cells(run: Run, cfg: PasskeyConfig, lengths: list[int]) -> list[Cell]:
     """A cell a length; what cannot work shows here, before hours of work."""
     filler = FILLERS[cfg.filler] if cfg.filler in FILLERS else read_text(cfg.filler)
-    make_length(run, cfg, filler, lengths[0])
+    names = ("depths", "seeds", "digits", "wording", "description")
+    options = {name: getattr(cfg, name) for name in names}
+    make = partial(make_prompts, run.enc, filler=filler, **options)
+    make(lengths[0])
     require_memory(run.model.cfg, 1, lengths[-1], pick_device(cfg.device)[0])
     free = ("lengths", "resume", "batch_tokens", "device")  # no answer depends on them
     config = {k: v for k, v in asdict(cfg).items() if k not in free}
@@ -175,23 +175,13 @@ def make_cells(run: Run, cfg: PasskeyConfig, lengths: list[int]) -> list[Cell]:
             {"metric": "passkey", "length": length, "config": config},
             f"{length:,} tokens",
             cfg.depths * len(cfg.seeds) * cost(length),
-            partial(measure, run, cfg, filler, length),
+            partial(measure, run, cfg, make, length),
         )
         for length in lengths
     ]
 
 
 # ---- report
-
-
-def format_table(results: dict[str, list[dict]]) -> str:
-    """Accuracy in percent with its 95% interval: a row a run, a column a length."""
-    lengths = sorted({r["length"] for records in results.values() for r in records})
-    rows = [["run", *(f"{n:,}" for n in lengths)]]
-    for run, records in results.items():
-        cells = {r["length"]: runs.format_share(r) for r in records}
-        rows.append([runs.name_of(run, results), *(cells.get(n, "") for n in lengths)])
-    return runs.aligned(rows)
 
 
 def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
@@ -229,7 +219,8 @@ def draw(results: dict[str, list[dict]], folder: Path) -> list[Path]:
 
 
 def report(results: dict[str, list[dict]]) -> None:
-    print(format_table(results))
+    rows = {runs.name_of(run, results): records for run, records in results.items()}
+    print(runs.format_by_length("run", rows, runs.format_share))
     files = draw(results, runs.folder_of(next(iter(results))))
     print("saved " + ", ".join(map(str, files)))
 

@@ -104,17 +104,15 @@ def count_outcomes(outcomes: list[Outcome]) -> dict:
 # ---- cells
 
 
-def measure(run: Run, cfg: RulerConfig, essay: list[str], cell: dict, advance, earlier) -> dict:
+def measure(
+    run: Run, cfg: RulerConfig, essay: list[str], cell: dict, work: int, advance, earlier
+) -> dict:
     outcomes = []
     for index in range(cfg.samples if cell["needs"] <= cell["length"] else 0):
         where = cell["task"], cfg.seed, index, cell["length"]
         outcomes.append(ask(run, make_sample(*where, run.enc, essay)))
-        advance(count_work(run.enc, cell["length"]))
+        advance(work)
     return count_outcomes(outcomes) if outcomes else {"n": 0}
-
-
-def count_work(enc: tiktoken.Encoding, length: int) -> int:
-    return cost(length) + BUDGET[enc.name] * STEP
 
 
 def digest_lines(lines: list[str]) -> str:
@@ -134,9 +132,9 @@ def make_cells(run: Run, cfg: RulerConfig, lengths: list[int], essay: list[str])
         for length in lengths:
             cell = {"metric": "ruler", "task": name, "length": length}
             cell |= {"needs": needs, "config": config}
-            work = cfg.samples * count_work(enc, length) if needs <= length else 0
-            label = f"{name}, {length:,} tokens"
-            cells.append(Cell(cell, label, work, partial(measure, run, cfg, essay, cell)))
+            work = cost(length) + BUDGET[enc.name] * STEP if needs <= length else 0  # of a sample
+            label, measuring = f"{name}, {length:,} tokens", partial(measure, run, cfg, essay)
+            cells.append(Cell(cell, label, cfg.samples * work, partial(measuring, cell, work)))
     return cells
 
 
@@ -170,32 +168,29 @@ def format_cell(record: dict) -> str:
     return f"{runs.format_share(record)} / {exact:.0f}% / {tokens:.0f}%"
 
 
-def format_table(records: list[dict]) -> str:
-    """A row a task, a column a length."""
-    cells = {(r["task"], r["length"]): format_cell(r) for r in records}
-    names, lengths = dict.fromkeys(name for name, _ in cells), sorted({n for _, n in cells})
-    rows = [[name, *(cells.get((name, n), "") for n in lengths)] for name in names]
-    return runs.aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
-
-
 def report(results: dict[str, list[dict]]) -> None:
     """A table a run, and ruler.png: score by length, a panel a task, a curve a run."""
     from matplotlib.figure import Figure
 
+    panels: dict[str, dict[str, list[dict]]] = {}
     for run, records in results.items():
+        rows: dict[str, list[dict]] = {}
+        for r in records:
+            rows.setdefault(r["task"], []).append(r)
+            if r["n"]:
+                panels.setdefault(r["task"], {run: [] for run in results})[run].append(r)
         n = records[0]["config"]["samples"]
         print(f"{runs.name_of(run, results)}, n = {n}: values found ", end="")
-        print(f"[95% interval] / answers right / tokens right\n{format_table(records)}")
-    names = dict.fromkeys(r["task"] for records in results.values() for r in records if r["n"])
-    if not names:
+        print("[95% interval] / answers right / tokens right")
+        print(runs.format_by_length("task", rows, format_cell))
+    if not panels:
         return
-    rows = 1 + (len(names) > 4)
-    columns = -(-len(names) // rows)
-    figure = Figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
-    for place, name in enumerate(names, start=1):
-        axis = figure.add_subplot(rows, columns, place, title=name)
-        own = {run: [r for r in rs if r["task"] == name] for run, rs in results.items()}
-        runs.draw_shares(axis, own)
+    high = 1 + (len(panels) > 4)
+    wide = -(-len(panels) // high)
+    figure = Figure(figsize=(3 + 3 * wide, 1 + 2.8 * high), layout="constrained")
+    for place, (name, panel) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(high, wide, place, title=name)
+        runs.draw_shares(axis, panel)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right center")
     figure.supxlabel("length in tokens, answer included (grey: training length)", fontsize="medium")
     figure.supylabel("expected values found (%)", fontsize="medium")

@@ -248,7 +248,7 @@ def finished(file: Path, like: dict) -> dict | None:
 # ---- evaluation
 
 MULTIPLES = (1, 2, 4, 8, 16)  # default lengths, in units of the training length
-BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left {postfix}"  # of tqdm
+BAR = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, {remaining} left{postfix}"  # of tqdm
 STYLES = list(zip("osD^vP*X", ("-", "--", "-.", ":") * 2, strict=True))  # told apart in grey
 
 
@@ -345,6 +345,18 @@ def aligned(rows: Iterable[Iterable[str]]) -> str:
     )
 
 
+def format_by_length(
+    corner: str, rows: dict[str, list[dict]], format_cell: Callable[[dict], str]
+) -> str:
+    """A table of records: the names of rows on the left, a column a length."""
+    lengths = sorted({r["length"] for records in rows.values() for r in records})
+    lines = [[corner, *(f"{n:,}" for n in lengths)]]
+    for name, records in rows.items():
+        cells = {r["length"]: format_cell(r) for r in records}
+        lines.append([name, *(cells.get(n, "") for n in lengths)])
+    return aligned(lines)
+
+
 def draw_curves(axis, curves: dict[str, list[tuple]], trained: int) -> None:
     """{label: [(length, value, low, high), ...]} on a logarithmic axis of lengths, and a line at
     the training length."""
@@ -366,7 +378,8 @@ def draw_shares(axis, results: dict[str, list[dict]]) -> None:
         for r in (r for r in records if r["n"]):
             shares = 100 * np.array([r["correct"] / r["n"], *r["interval_95"]])
             points.append((r["length"], *shares))
-    draw_curves(axis, curves, next(iter(results.values()))[0]["training_length"])
+    trained = next(r["training_length"] for records in results.values() for r in records)
+    draw_curves(axis, curves, trained)
     axis.set_ylim(-4, 104)
 
 

@@ -1,4 +1,5 @@
-"""The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line from end to end."""
+"""The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line
+from end to end."""
 
 import json
 import re
@@ -46,7 +47,8 @@ def test_depth_is_kept_in_a_filler_without_spaces(enc):
 
 
 def test_a_million_tokens_take_a_few_encodings(enc, monkeypatch):
-    """Each is a fraction of a second, and so is a prompt; with gpt2 a quarter of it, to keep the test short."""
+    """Each is a fraction of a second, and so is a prompt; with gpt2 a quarter of it, to keep the
+    test short."""
     calls, encode = [], N.encode_document
     monkeypatch.setattr(
         N, "encode_document", lambda *arguments: calls.append(1) or encode(*arguments)
@@ -107,7 +109,8 @@ def test_keys_and_depths_belong_together():
 
 @pytest.mark.parametrize(("batch_tokens", "share"), [(900, 0.6), (2700, 0.75)])
 def test_shared_beginnings_change_no_answer_and_save_work(monkeypatch, batch_tokens, share):
-    """About half of the tokens, where prompts come one by one; fewer where some are scored together."""
+    """About half of the tokens, where prompts come one by one; fewer where some are scored
+    together."""
     model = make_model("ggd", True)
     prompts = N.make_prompts(get_tokenizer("bytes"), 900, seeds=(1, 2), depths=12)
     alone = [streaming.score(model, torch.tensor([p.tokens]), p.answer)[1][0] for p in prompts]
@@ -143,7 +146,8 @@ def test_shared_beginning():
 
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
-    """No word of the reworded needle's name and of the vault's frame, and no sentence of the unseen filler."""
+    """No word of the reworded needle's name and of the vault's frame, and no sentence of the
+    unseen filler."""
     frames = " ".join(text for frame in N.EXERCISE_FRAMES for text in frame).lower()
     assert not any(word in frames for word in N.HELD_OUT_WORDS)
     vault = set(
@@ -168,7 +172,8 @@ def test_exercises_never_hold_the_texts_that_test_generalisation():
 
 
 def test_exercises_have_every_frame_and_every_number_of_digits():
-    """3 to 8 digits in every frame; half of those in the passkey's own wording and more have five."""
+    """3 to 8 digits in every frame; half of those in the passkey's own wording and more have
+    five."""
     rng, frames, digits = np.random.default_rng(0), set(), {True: [], False: []}
     for _ in range(600):
         one = N.random_exercise(rng, 256, "Lorem ipsum dolor. " * 300, ["name"])
@@ -271,7 +276,8 @@ def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, caps
 
 
 def test_resume_computes_anew_what_another_filler_had(run, tmp_path, monkeypatch):
-    """A file under the same name with another text is another test; as it was, the records know it."""
+    """A file under the same name with another text is another test; as it was, the records know
+    it."""
     monkeypatch.setattr(E, "draw", lambda *arguments: [])
     file, counts = tmp_path / "fill.txt", []
     for text in ("One two three. ", "Four five six. ", "One two three. "):
