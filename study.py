@@ -49,9 +49,9 @@ class Variant(NamedTuple):
     base: str = ""  # the encoding whose rate it takes; none: its own is searched
 
 
-REAL = "--virtual_length=1 --ssmax_init=0.18"  # s = 1 / ln 256: about as sharp as plain softmax
-SSMAX = f"--ssmax=true {REAL}"
-PLAIN = f"--ssmax=false {REAL}"
+# s begins at 1 / ln 256: about as sharp as plain softmax
+PLAIN = "--ssmax=false --virtual_length=1 --ssmax_init=0.18"
+SSMAX = "--ssmax=true --virtual_length=1 --ssmax_init=0.18"
 VIRTUAL = "--ssmax=true --virtual_length=1000 --ssmax_init=0.12"
 FULL = f"--pe=ggd {SSMAX}"  # the paper's method
 WINDOWS = (
@@ -103,18 +103,17 @@ class StudyConfig:
     tables: bool = False  # only make the tables and pictures from the records in results/
 
     def __post_init__(self):
-        if unknown := set(self.variants) - set(VARIANTS):
-            known = ", ".join(VARIANTS)
-            raise ValueError(f"variants has {', '.join(sorted(unknown))}; it may hold {known}")
+        if unknown := ", ".join(set(self.variants) - set(VARIANTS)):
+            raise ValueError(f"variants has {unknown}; it may hold {', '.join(VARIANTS)}")
         for name in ("variants", "seeds", "rates"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} is {values}; give at least one, and none twice")
         if min(*self.rates, self.workers) <= 0:
             raise ValueError("rates and workers must be above 0")
-        if missing := {VARIANTS[name].base for name in self.variants} - {"", *self.variants}:
-            bases = ", ".join(sorted(missing))
-            raise ValueError(f"these variants take the rate of {bases}; name it too")
+        bases = {VARIANTS[name].base for name in self.variants}
+        if missing := ", ".join(bases - {"", *self.variants}):
+            raise ValueError(f"these variants take the rate of {missing}; name it too")
 
 
 class Job(NamedTuple):
@@ -212,9 +211,10 @@ def evaluate(cfg: StudyConfig, job: Job, ask: bool = True) -> list[dict]:
         """The newest record at each of these multiples of the training length."""
         sizes = {multiple * trained: multiple for multiple in multiples}
         if ask:
-            words = {"contexts" if metric == "perplexity" else "lengths": list(sizes)} | options
+            downstream = metric == "perplexity"
+            words = {"contexts" if downstream else "lengths": list(sizes)} | options
             joined = {k: ",".join(map(str, v)) if type(v) is list else v for k, v in words.items()}
-            script = "eval_downstream.py" if metric == "perplexity" else f"eval_{metric}.py"
+            script = f"eval_{'downstream' if downstream else metric}.py"
             call(cfg, script, run, *(f"--{k}={v}" for k, v in joined.items()), "--resume")
         tasks, answers = options.pop("tasks", [None]), {}
         for r in read_records(run / "eval" / f"{metric}.jsonl"):
@@ -266,6 +266,7 @@ def collect(cfg: StudyConfig, jobs: dict[Job, bool]) -> None:
     facts = ("commit", "train_config", "model_config")
     numbers = ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")
     numbers += ("theta_alpha", "theta_beta", "theta_mu", "s")
+    Path(cfg.records).parent.mkdir(parents=True, exist_ok=True)
     with replacing(cfg.records) as file:
         for job, chosen in jobs.items():
             saved, end = load_checkpoint(job.folder(cfg)), read_log(cfg, job)[-1]
@@ -290,16 +291,17 @@ def study(cfg: StudyConfig, base: TrainConfig) -> None:
     try:
         for place, seed in enumerate(cfg.seeds):
             names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
-            own = [name for name in names if not VARIANTS[name].base]
-            rates = {n: [rate[n]] if n in rate else cfg.rates for n in own}
-            tried = train_all([Job(n, r, seed) for n in own for r in rates[n]])
+            rates = {
+                n: [rate[n]] if n in rate else cfg.rates for n in names if not VARIANTS[n].base
+            }
+            tried = train_all([Job(n, r, seed) for n in rates for r in rates[n]])
             best = {}
             for job in sorted(tried, key=lambda job: final_loss(cfg, job)):
                 best.setdefault(job.variant, job)
             rate |= {name: job.rate for name, job in best.items()}
             based = {n: VARIANTS[n].base for n in names if VARIANTS[n].base in rate}
             varied = train_all([Job(n, rate[b], seed) for n, b in based.items()])
-            best = [*(best[n] for n in own if n in best), *varied]
+            best = [*(best[n] for n in rates if n in best), *varied]
             jobs |= {job: job in best for job in [*tried, *varied]}
             collect(cfg, jobs)
             list(pool.map(lambda job: evaluate(cfg, job), best))
@@ -325,8 +327,8 @@ for name, variant in VARIANTS.items():
     LABELS |= {name: variant.label, f"{name}_window": f"Local {variant.label}"}
 LABELS |= {"start_uniform": "GGD-BAM, SSMax, uniform start"} | OLD_ABLATIONS
 STUDIES = ("study.jsonl", "study_long.jsonl")  # a panel each
-FRONT = ["nope", "sinusoidal", "rope", "alibi", "ggd", "rope_ssmax", "alibi_ssmax", "ggd_ssmax"]
-FRONT += ["ggd_virtual", "alibi_virtual", "rope_window", "beta_from_0", "start_uniform"]
+FRONT = ["nope", "sinusoidal", "rope", "rope_window", "alibi", "ggd", "nope_ssmax", "rope_ssmax"]
+FRONT += ["alibi_ssmax", "ggd_ssmax", "ggd_virtual", "beta_from_0", "start_uniform"]
 TESTS = {  # filler, wording, is a parameter changed? -> heading of a passkey test, in order
     ("passkey", "passkey", False): "",
     ("unseen", "passkey", False): "unseen filler, ",
@@ -358,19 +360,18 @@ def read_study(file: Path) -> list[dict]:
     that were not asked count as 0, as the protocol says."""
     if not (records := newest(read_records(file))):
         raise ValueError(f"{file} has no records; run the evaluations first")
-    ladders = defaultdict(dict)
+    asked = defaultdict(dict)
     for r in records:
         seed = r.setdefault("seed", (r.get("train_config") or {}).get("seed"))
         r.setdefault("variant", f"seed {seed}")
         if (r.get("config") or {}).get("window_attention"):
             r["variant"] += "_window"
         if (column := column_of(r)) and column[0] == "plain":
-            ladders[r["variant"], seed][r["length"] // r["training_length"]] = r
-    for asked in ladders.values():
-        last = asked[max(asked)]
-        for multiple in (m for step in LADDER for m in step if m > max(asked)):
-            if not last["correct"]:
-                records.append(last | {"length": multiple * last["training_length"]})
+            asked[r["variant"], seed][r["length"]] = r
+    for run in asked.values():
+        n, last = max(run.items())
+        lengths = [multiple * last["training_length"] for step in LADDER for multiple in step]
+        records += [last | {"length": m} for m in lengths if m > n and not last["correct"]]
     return records
 
 
@@ -500,14 +501,15 @@ def fill(page: str, results: Path) -> str:
     """The page with each table between its two lines, <!-- FILE: TABLE --> and <!-- end -->."""
 
     def make(place: re.Match) -> str:
-        line, file, name = place.groups()
+        file, name = place.groups()
         if name not in TABLES:
             raise ValueError(f"there is no table {name}; there are {', '.join(TABLES)}")
-        return f"{line}\n{TABLES[name](read_study(results / file))}\n<!-- end -->"
+        table = TABLES[name](read_study(results / file))
+        return f"<!-- {file}: {name} -->\n{table}\n<!-- end -->"
 
-    parts = r"(<!-- (\S+): (\w+) -->)\n((?!<!--).*\n)*<!-- end -->"
-    page, n = re.subn(parts, lambda place: make(place), page)
-    if n * 2 != page.count("<!-- "):
+    places = r"<!-- (\S+): (\w+) -->\n(?:(?!<!--).*\n)*<!-- end -->"
+    page, n = re.subn(places, make, page)
+    if 2 * n != page.count("<!-- "):
         raise ValueError("each table needs the lines <!-- FILE: TABLE --> and <!-- end -->")
     return page
 
