@@ -3,7 +3,6 @@
 python plot_priors.py                     # the theory, into out/theory, and the model that comes with the program
 python plot_priors.py out/ggd_bam_cpu     # what a model has learned, into out/ggd_bam_cpu/eval
 python plot_priors.py out/ggd_bam_cpu --prompt=my.txt --needle="words of it to look for"
-python plot_priors.py --readme            # the README's tables and front-page pictures, from the records in results/
 
 The prior is always the one that is added to the scores (s ln n b for GGD with SSMax), and a head is classed by what
 this prior does: a negative s turns it round. Saves pictures, prints a table of the heads, appends a record.
@@ -435,7 +434,6 @@ class PlotConfig:
         str, ...
     ] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the most retrieving
     show: int = 3  # how many heads are drawn if none is named
-    readme: bool = False  # write the README's tables and pictures, and nothing else
     theory_dir: str = (
         "out/theory"  # folder for the theory; the pictures of a run go into its own folder, eval
     )
@@ -792,10 +790,6 @@ def main() -> None:
     with user_errors():
         configurator.check_folder(Path(cfg.theory_dir))
         device, _ = pick_device(cfg.device)
-        if cfg.readme:
-            import study  # the study's scripts, which nothing else here needs
-
-            return study.write()
         theory, runs = not runs, distinct(runs or [str(PRETRAINED)])
         for path in runs:  # all that cannot work shows before the first picture
             load(path, cfg, torch.device("cpu"))
