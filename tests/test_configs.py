@@ -1,4 +1,4 @@
-"""Every config is loaded and its model built, without memory, on the meta device; the numbers in its comments hold."""
+"""Every config's model is built on the meta device, and the numbers in the comments hold."""
 
 import configurator
 

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 def test_off_cuda():
     assert D.pick_dtype("auto", CPU)[0] == torch.float32
-    assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as told")
+    assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as requested")
     with pytest.raises(ValueError, match="float16 needs a CUDA device"):
         D.pick_dtype("float16", CPU)
     with pytest.raises(ValueError, match="tpu9 cannot be used here"):
