@@ -333,7 +333,8 @@ def test_a_model_without_finite_validation_loss_is_not_saved(data, tmp_path, mon
 def test_the_commit_is_this_programs_and_says_what_was_changed(tmp_path, monkeypatch):
     def git(*arguments):
         about = ("user.name=Ada", "user.email=ada@example.org", "commit.gpgsign=false")
-        command = ["git", "-C", str(tmp_path), *(f"-c{word}" for word in about), *arguments]
+        options = [word for setting in about for word in ("-c", setting)]
+        command = ["git", "-C", str(tmp_path), *options, *arguments]
         return subprocess.check_output(command, text=True).strip()
 
     monkeypatch.setattr(T, "ROOT", tmp_path)
