@@ -26,11 +26,9 @@ import sys
 import sysconfig
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,9 +84,11 @@ class PrepareConfig:
         if self.retrieval_fraction if hub else self.max_tokens:
             raise ValueError("max_tokens is for the hub, retrieval_fraction for the other sources")
         if not (0 < self.val_fraction < 1 and 0 <= self.retrieval_fraction <= 0.99):
-            raise ValueError("val_fraction must be inside 0 to 1, retrieval_fraction 0 to 0.99")
+            raise ValueError(
+                "val_fraction must be inside 0 to 1, retrieval_fraction from 0 to 0.99"
+            )
         if not 1 < self.window < self.shard_tokens < 2**31 - 1:
-            raise ValueError("it must be that 1 < window < shard_tokens < 2**31 - 1")
+            raise ValueError("these must be in order: 1, window, shard_tokens, 2**31 - 1")
         if self.max_tokens < 0 or self.val_tokens < 1:
             raise ValueError("max_tokens must be at least 0, val_tokens at least 1")
 
@@ -125,6 +125,7 @@ class Place(NamedTuple):
 
 Texts = Iterable[tuple[Place, str]]
 Tokens = Iterable[tuple[Place, np.ndarray]]
+Shards = Iterable[tuple[np.ndarray, Place | None]]  # each with the place after it
 
 
 def pydocs_documents() -> Iterator[str]:
@@ -144,14 +145,8 @@ def pydocs_documents() -> Iterator[str]:
 
 def docstrings(path: Path) -> list[str]:
     """Those of the file's module, classes and functions, by line. Nothing is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes such as "\d" warn when parsed
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # a file that is broken on purpose
-            return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return [text for node in nodes if (text := ast.get_docstring(node))]
 
@@ -192,8 +187,8 @@ def read_texts(file: str, skip: int) -> Iterator[str]:
 
 
 def read_documents(files: list[str], start: Place) -> Texts:
-    """The documents from `start` on. A file on the hub that fails is opened again, after growing
-    pauses, at the row where it failed."""
+    """The documents from `start` on. A file on the hub that fails is opened again at the row where
+    it failed, after growing pauses."""
     if strange := [name for name in files if not name.endswith((".txt", ".jsonl", ".parquet"))]:
         raise ValueError(f"{strange[0]} has an unknown suffix: expected .txt, .jsonl or .parquet")
     place, tries = start, 0
@@ -239,27 +234,24 @@ def tokenize(documents: Texts, config: PrepareConfig) -> Tokens:
         for batch in batches:
             yield from encode_batch(config.tokenizer, batch)
         return
-    pool = ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn"), start_worker)
-    waiting: deque = deque()  # two batches a worker, so that memory stays bounded
-    try:
-        for batch in batches:
-            waiting.append(pool.submit(encode_batch, config.tokenizer, batch))
-            if len(waiting) > 2 * config.workers:
+    spawn, waiting = multiprocessing.get_context("spawn"), deque()
+    with ProcessPoolExecutor(config.workers, spawn, start_worker) as pool:
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(encode_batch, config.tokenizer, batch))
+                if len(waiting) > 2 * config.workers:  # so that memory stays bounded
+                    yield from waiting.popleft().result()
+            while waiting:
                 yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    except BrokenProcessPool as error:
-        problem = "a worker process died; if memory was short, use fewer --workers"
-        raise ValueError(problem) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenExecutor as error:
+            problem = "a worker process died; if memory was short, use fewer --workers"
+            raise ValueError(problem) from error
 
 
 def count_tokens(documents: Tokens, files: int, done: int = 0, most: int = 0) -> Tokens:
     """The same documents, with a progress bar. They end at `most` tokens (0: never), of which
     `done` came before."""
-    options = {"unit": " tokens", "unit_scale": True, "mininterval": 1}
-    with tqdm(initial=done, total=most or None, **options) as bar:
+    with tqdm(initial=done, total=most or None, unit=" tokens", unit_scale=True) as bar:
         for place, ids in documents:
             ids = ids[: most - done] if most else ids
             yield place, ids
@@ -273,10 +265,8 @@ def count_tokens(documents: Tokens, files: int, done: int = 0, most: int = 0) ->
 # ---- the hub: shards cut from a stream
 
 
-def cut_stream(
-    documents: Tokens, val_tokens: int, shard_tokens: int
-) -> Iterator[tuple[np.ndarray, Place]]:
-    """Shards, each with the place after it. Training shards may end inside a document.
+def cut_stream(documents: Tokens, val_tokens: int, shard_tokens: int) -> Shards:
+    """Shards in the stream's order. Training shards may end inside a document.
 
     The first is the validation, unless val_tokens is 0. It has whole documents, to the one that
     reaches val_tokens: none is in both parts, and nothing depends on how much follows.
@@ -405,12 +395,10 @@ def whole_shards(folder: Path, shards: dict) -> dict:
     return whole
 
 
-def write_shards(
-    config: PrepareConfig, plan: dict, pieces: Iterable[tuple[np.ndarray, Place | None]]
-) -> None:
-    """Write each piece as a shard, then note it and the place after it in the plan."""
+def write_shards(config: PrepareConfig, plan: dict, shards: Shards) -> None:
+    """Write each shard, then note it and the place after it in the plan."""
     folder, eot = Path(config.out_dir), get_tokenizer(config.tokenizer).eot_token
-    for tokens, after in pieces:
+    for tokens, after in shards:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / UNFINISHED, plan)
         name = data.shard_name(folder, len(plan["shards"]))
