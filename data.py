@@ -202,7 +202,7 @@ def whole_documents(tokens: np.ndarray, eot: int) -> Iterator[np.ndarray]:
 UNFINISHED = "UNFINISHED"  # stands in for meta.json while a folder is being written
 # Types of the values in meta.json, which may be absent, and in its "shards".
 META = {"tokenizer": str, "window": int | None, "vocab_size": int, "settings": dict, "shards": dict}
-META |= {"files": list, "val_size": int, "expected_tokens": int}
+META |= {"files": list}
 SHARD = {"tokens": int, "documents": int, "sha256": str, "next": list | None}
 
 
