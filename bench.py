@@ -31,7 +31,7 @@ from torch import Tensor
 
 import model as M
 from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
-from eval_passkey import PasskeyConfig, make_prompts, texts_for
+from needles import make_prompts
 from runs import aligned, append_record, load_run, origin
 from streaming import KVCache, score
 from train import TrainConfig
@@ -309,11 +309,10 @@ WAYS = {
 
 def time_way(way: str, path: str, length: int, device: torch.device) -> dict:
     """Seconds and bytes above the loaded model for scoring one answer; whether it is right; what was skipped."""
-    run, cfg = load_run(path, device), PasskeyConfig(depths=3)
-    texts = texts_for(run, cfg)
+    run = load_run(path, device)
     times = []
     for tokens in (512, length):  # the short one starts threads and kernels
-        prompt = make_prompts(run.enc, texts, cfg, tokens)[1]  # the needle in the middle
+        prompt = make_prompts(run.enc, tokens, depths=3)[1]  # the needle in the middle
         idx, before = torch.tensor([prompt.tokens], device=device), peak_memory(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -355,7 +354,7 @@ def streaming_row(record: dict, plain: dict) -> list[str]:
 def bench_streaming(path: str, cfg: BenchConfig, device: torch.device) -> None:
     with user_errors():
         run = load_run(path, device)
-        make_prompts(run.enc, texts_for(run, PasskeyConfig()), PasskeyConfig(), min(cfg.lengths))
+        make_prompts(run.enc, min(cfg.lengths))
     about, found = {"metric": "streaming"} | origin(run), []
     for length in sorted(set(cfg.lengths)):
         plain = {}

@@ -30,10 +30,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from data import encode_document, replacing
+from data import encode_document, read_text, replacing
 from device import pick_device
-from eval_passkey import WORDINGS, PasskeyConfig, cost, make_prompts, texts_for
+from eval_passkey import PasskeyConfig
 from model import GPT, CausalSelfAttention, ModelConfig, Posterior
+from needles import WORDINGS, make_prompts
 from runs import (
     BAR,
     PRETRAINED,
@@ -41,6 +42,7 @@ from runs import (
     Run,
     aligned,
     append_record,
+    cost,
     distinct,
     folder_of,
     load_run,
@@ -106,10 +108,7 @@ def marks(enc: tiktoken.Encoding, tokens: list[int], words: str) -> Tensor:
 
 def prompt_views(run: Run, file: str, needle: str) -> dict[int, list[View]]:
     """The user's own text, by its length. Raises ValueError or OSError for a file or a needle that cannot be used."""
-    ask = PasskeyConfig(
-        filler=str(Path(file).resolve())
-    )  # read as a filler is; resolved, it cannot be one's name
-    text = texts_for(run, ask).filler.rstrip("\n")  # an editor's last line break is no part of it
+    text = read_text(file).rstrip("\n")  # an editor's last line break is no part of it
     tokens = encode_document(run.enc, text)
     return {len(tokens): [View(torch.tensor([tokens]), 1, marks(run.enc, tokens, needle))]}
 
@@ -122,12 +121,12 @@ def passkey_views(run: Run, ask: PasskeyConfig) -> dict[int, list[View]]:
     views: dict[int, list[View]] = {}
     for length in sorted(set(ask.lengths)) or default:
         views[length] = []
-        for prompt in make_prompts(run.enc, texts_for(run, ask), ask, length):
+        for prompt in make_prompts(run.enc, length, ask.depths, ask.seeds):
             tokens, key = (
                 prompt.tokens[:-1],
                 run.enc.decode(prompt.tokens[-prompt.answer :]).strip(),
             )
-            needle = marks(run.enc, tokens, WORDINGS[ask.wording].needle.format(key=key))
+            needle = marks(run.enc, tokens, WORDINGS["passkey"].needle.format(key=key))
             views[length].append(View(torch.tensor([tokens]), prompt.answer, needle))
     return views
 

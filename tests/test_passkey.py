@@ -1,4 +1,5 @@
-"""The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line from end to end."""
+"""The passkey test: exact lengths, an oracle at 100%, a constant at 0%, and the command line
+from end to end."""
 
 import json
 import re
@@ -10,9 +11,9 @@ from conftest import make_model
 
 import eval_passkey as E
 import needles as N
+import runs as R
 import streaming
 from data import EOT, get_tokenizer
-from runs import save_checkpoint
 
 
 @pytest.mark.parametrize("wording", N.WORDINGS)
@@ -46,7 +47,8 @@ def test_depth_is_kept_in_a_filler_without_spaces(enc):
 
 
 def test_a_million_tokens_take_a_few_encodings(enc, monkeypatch):
-    """Each is a fraction of a second, and so is a prompt; with gpt2 a quarter of it, to keep the test short."""
+    """Each is a fraction of a second, and so is a prompt; with gpt2 a quarter of it, to keep the
+    test short."""
     calls, encode = [], N.encode_document
     monkeypatch.setattr(
         N, "encode_document", lambda *arguments: calls.append(1) or encode(*arguments)
@@ -73,60 +75,44 @@ def test_too_short_a_length_says_what_it_needs(enc):
     assert len(N.passkey_prompt(enc, needs, *arguments).tokens) == needs
 
 
-TEXTS = E.Texts(N.FILLERS["passkey"], "")
-
-
 def test_oracle_constant_and_one_wrong_token(enc):
-    cfg = E.PasskeyConfig(depths=5, seeds=(1, 2))
-    prompts = E.make_prompts(enc, TEXTS, cfg, 300)
+    prompts = N.make_prompts(enc, 300, depths=5, seeds=(1, 2), description="false")
     assert len({tuple(p.tokens) for p in prompts}) == 10
 
-    def wrong_at(
-        place,
-    ):  # counted from the end; nothing is wrong, if it is before all answers of the batch
+    def wrong_at(place):  # from the end; nothing is wrong if it is before all answers of the batch
         return lambda idx, n: idx[:, -n:] + (torch.arange(-n, 0) == place)
 
-    assert all(E.retrieved(lambda idx, n: idx[:, -n:], prompts, 900))
-    for place in range(
-        -max(p.answer for p in prompts) - 1, 0
-    ):  # from the token before the longest answer to the last
-        assert E.retrieved(wrong_at(place), prompts, 900) == [p.answer < -place for p in prompts]
-    assert not any(E.retrieved(lambda idx, n: torch.full((len(idx), n), 7), prompts, 900))
+    assert all(E.find_answers(lambda idx, n: idx[:, -n:], prompts, 900))
+    longest = max(p.answer for p in prompts)
+    for place in range(-longest - 1, 0):  # from the token before the longest answer
+        assert E.find_answers(wrong_at(place), prompts, 900) == [p.answer < -place for p in prompts]
+    assert not any(E.find_answers(lambda idx, n: torch.full((len(idx), n), 7), prompts, 900))
 
 
 def test_prompts_are_a_function_of_seed_and_length():
     enc = get_tokenizer("bytes")
-    made = [
-        [p.tokens for p in E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(s,)), 256)]
-        for s in (3, 3, 4)
-    ]
-    first, again, other = made
+    first, again, other = (N.make_prompts(enc, 256, seeds=(s,)) for s in (3, 3, 4))
     assert first == again != other
 
 
 def test_keys_and_depths_belong_together():
     """Depth by depth, then seed by seed; the keys of a seed do not depend on the other seeds."""
     enc = get_tokenizer("bytes")
-    both = E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(3, 4), depths=5), 500)
+    both = N.make_prompts(enc, 500, seeds=(3, 4), depths=5)
     depths = [p.depth for p in both]
     assert depths == sorted(depths) and depths[0] == depths[1] < depths[2]
-    alone = [E.make_prompts(enc, TEXTS, E.PasskeyConfig(seeds=(s,), depths=5), 500) for s in (3, 4)]
+    alone = [N.make_prompts(enc, 500, seeds=(s,), depths=5) for s in (3, 4)]
     assert [p.tokens for p in both] == [p.tokens for pair in zip(*alone, strict=True) for p in pair]
-    by_depth = E.result([True, False] * 2 + [False] * 6, E.PasskeyConfig(seeds=(3, 4), depths=5))[
-        "by_depth"
-    ]
-    assert by_depth == [0.5, 0.5, 0, 0, 0]
+    cfg, answers = E.PasskeyConfig(seeds=(3, 4), depths=5), [True, False] * 2 + [False] * 6
+    assert E.count_answers(answers, cfg)["by_depth"] == [0.5, 0.5, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("batch_tokens", "share"), [(900, 0.6), (2700, 0.75)])
 def test_shared_beginnings_change_no_answer_and_save_work(monkeypatch, batch_tokens, share):
-    """About half of the tokens, where prompts come one by one; fewer where some are scored together."""
-    enc, model, cfg = (
-        get_tokenizer("bytes"),
-        make_model("ggd", True),
-        E.PasskeyConfig(seeds=(1, 2), depths=12),
-    )
-    prompts = E.make_prompts(enc, TEXTS, cfg, 900)
+    """About half of the tokens, where prompts come one by one; fewer where some are scored
+    together."""
+    model = make_model("ggd", True)
+    prompts = N.make_prompts(get_tokenizer("bytes"), 900, seeds=(1, 2), depths=12)
     alone = [streaming.score(model, torch.tensor([p.tokens]), p.answer)[1][0] for p in prompts]
     done, passed, forward = [], [], streaming.forward_chunk
 
@@ -136,12 +122,14 @@ def test_shared_beginnings_change_no_answer_and_save_work(monkeypatch, batch_tok
 
     monkeypatch.setattr(streaming, "forward_chunk", counted)
     monkeypatch.setattr(E, "PIECE", 200)
-    scorer = E.SharingScorer(model, cfg, done.append)
+    scorer = E.SharingScorer(model, False, done.append)
     together = [
-        row for _, idx, n_last in E.batches(prompts, batch_tokens) for row in scorer(idx, n_last)
+        row
+        for _, idx, n_last in E.cut_batches(prompts, batch_tokens)
+        for row in scorer(idx, n_last)
     ]
     assert torch.equal(torch.stack(together), torch.stack(alone))
-    assert sum(done) == E.work(prompts, batch_tokens)
+    assert sum(done) == E.count_work(prompts, batch_tokens)
     assert 0.45 < sum(passed) / (24 * 899) < share
 
 
@@ -158,7 +146,8 @@ def test_shared_beginning():
 
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
-    """No word of the reworded needle's name and of the vault's frame, and no sentence of the unseen filler."""
+    """No word of the reworded needle's name and of the vault's frame, and no sentence of the
+    unseen filler."""
     frames = " ".join(text for frame in N.EXERCISE_FRAMES for text in frame).lower()
     assert not any(word in frames for word in N.HELD_OUT_WORDS)
     vault = set(
@@ -183,7 +172,8 @@ def test_exercises_never_hold_the_texts_that_test_generalisation():
 
 
 def test_exercises_have_every_frame_and_every_number_of_digits():
-    """3 to 8 digits in every frame; half of those in the passkey's own wording and more have five."""
+    """3 to 8 digits in every frame; half of those in the passkey's own wording and more have
+    five."""
     rng, frames, digits = np.random.default_rng(0), set(), {True: [], False: []}
     for _ in range(600):
         one = N.random_exercise(rng, 256, "Lorem ipsum dolor. " * 300, ["name"])
@@ -202,7 +192,7 @@ def test_exercises_have_every_frame_and_every_number_of_digits():
 def test_keys_have_the_digits_that_are_asked():
     enc = get_tokenizer("bytes")
     for digits in (1, 3, 8, 18):
-        prompts = E.make_prompts(enc, TEXTS, E.PasskeyConfig(digits=digits), 512)
+        prompts = N.make_prompts(enc, 512, digits=digits)
         assert {p.answer for p in prompts} == {digits + 1}, "and a space"
 
 
@@ -245,14 +235,14 @@ def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, 
 
 
 def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
-    whole = E.retrieved
+    whole = E.find_answers
 
     def interrupted(scorer, prompts, *rest):
         if len(prompts[0].tokens) == 300:
             raise KeyboardInterrupt
         return whole(scorer, prompts, *rest)
 
-    monkeypatch.setattr(E, "retrieved", interrupted)
+    monkeypatch.setattr(E, "find_answers", interrupted)
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, run, "--depths=2", "--lengths=128,300")
     assert stopped.value.code == 130
@@ -261,13 +251,13 @@ def test_interrupted_run_keeps_finished_lengths(run, monkeypatch, capsys):
 
 
 def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, capsys):
-    computed, whole = [], E.retrieved
+    computed, whole = [], E.find_answers
 
     def noted(scorer, prompts, *rest):
         computed.append(len(prompts[0].tokens))
         return whole(scorer, prompts, *rest)
 
-    monkeypatch.setattr(E, "retrieved", noted)
+    monkeypatch.setattr(E, "find_answers", noted)
     monkeypatch.setattr(E, "draw", lambda *arguments: [])
     call(monkeypatch, run, "--depths=2", "--lengths=128")
     call(monkeypatch, run, "--depths=2", "--lengths=128,300", "--resume", "--batch_tokens=400")
@@ -278,7 +268,7 @@ def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, caps
         call(monkeypatch, run, "--depths=2", "--lengths=128", "--resume", change)
     assert computed == [128, 300] + 4 * [128]
     call(monkeypatch, run, "--depths=2", "--lengths=128")
-    save_checkpoint(
+    R.save_checkpoint(
         run / "last.pt", make_model("ggd", False).checkpoint() | {"tokenizer": "bytes", "step": 1}
     )
     call(monkeypatch, run, "--depths=2", "--lengths=128", "--resume")
@@ -286,7 +276,8 @@ def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, caps
 
 
 def test_resume_computes_anew_what_another_filler_had(run, tmp_path, monkeypatch):
-    """A file under the same name with another text is another test; as it was, the records know it."""
+    """A file under the same name with another text is another test; as it was, the records know
+    it."""
     monkeypatch.setattr(E, "draw", lambda *arguments: [])
     file, counts = tmp_path / "fill.txt", []
     for text in ("One two three. ", "Four five six. ", "One two three. "):
@@ -332,15 +323,16 @@ def test_errors_are_one_sentence(run, monkeypatch, capsys, arguments, message):
 
 def test_the_model_that_comes_along_finds_keys_far_past_its_training_length():
     """Every depth at 4,096 bytes, trained on 256; in words and a filler that it never saw."""
-    run = E.load_run(str(E.PRETRAINED), torch.device("cpu"))
+    run = R.load_run(str(R.PRETRAINED))
     assert run.trained == 256
-    cfg = E.PasskeyConfig(depths=5, filler="unseen", wording="reworded")
-    prompts = E.make_prompts(run.enc, E.texts_for(run, cfg), cfg, 4096)
-    assert all(E.retrieved(lambda idx, n: streaming.score(run.model, idx, n)[1], prompts, 4096))
+    prompts = N.make_prompts(
+        run.enc, 4096, depths=5, wording="reworded", filler=N.FILLERS["unseen"]
+    )
+    assert all(E.find_answers(lambda idx, n: streaming.score(run.model, idx, n)[1], prompts, 4096))
 
 
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys):
-    monkeypatch.setattr(E, "PRETRAINED", run)
+    monkeypatch.setattr(R, "PRETRAINED", run)
     call(monkeypatch, "--lengths=128", "--depths=1")
     assert "128" in capsys.readouterr().out and (run / "eval" / "passkey.jsonl").exists()
 
@@ -359,7 +351,7 @@ def test_all_runs_are_checked_before_the_first_is_tested(run, tmp_path, monkeypa
         ({"model": None}, "no model of this version"),
         ({"model": {1: 2}}, "no model of this version"),
     ):
-        save_checkpoint(bad / "last.pt", torch.load(run / "last.pt", weights_only=True) | change)
+        R.save_checkpoint(bad / "last.pt", torch.load(run / "last.pt", weights_only=True) | change)
         with pytest.raises(SystemExit) as stopped:
             call(monkeypatch, run, bad, "--lengths=200", "--depths=1")
         printed = capsys.readouterr().err.strip()

@@ -1,4 +1,5 @@
-"""RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100, and the command line."""
+"""RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100,
+and the command line."""
 
 import configurator
 
@@ -16,6 +17,7 @@ from conftest import make_model
 
 import eval_ruler as E
 import needles as N
+import runs as R
 from data import get_tokenizer
 from model import ModelConfig
 from prepare_fineweb import PrepareConfig
@@ -24,7 +26,8 @@ from train import ROOT, TrainConfig
 
 LENGTHS = (512, 1024, 4096, 16_384, 65_536)
 TEXT = (
-    "Dr. Ångström’s “naïve” café opened at 8! Was it 東京? Nobody knew.\n\nA heading without a full stop\n\n"
+    "Dr. Ångström’s “naïve” café opened at 8! Was it 東京? Nobody knew.\n\n"
+    "A heading without a full stop\n\n"
     "Then rain fell,\nand the two of them left: quietly, by the back door. "
     + "It went on (and on), without an end to it, " * 20
     + "as such sentences do.\n" * 2
@@ -68,13 +71,14 @@ def test_the_eight_tasks():
 
 
 ONE = (
-    "A special magic {number} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "{number} afterwards.\n{context}\nWhat is the special magic {number} for {query} mentioned in the provided text?"
+    "A special magic {number} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {number} afterwards.\n{context}\n"
+    "What is the special magic {number} for {query} mentioned in the provided text?"
 )
 SOME = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the numbers afterwards.\n{context}\nWhat are all the special magic numbers for {query} mentioned in the provided "
-    "text?"
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n{context}\n"
+    "What are all the special magic numbers for {query} mentioned in the provided text?"
 )
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -113,15 +117,17 @@ def test_texts_as_they_are_sent():
     sample = N.make_sample("niah_single_1", 42, 0, None, get_tokenizer("bytes"))
     (needle,) = sample.needles
     assert sample.prompt + sample.prefix + sample.answer == (
-        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the number afterwards.\nOne of the special magic numbers for {needle.key} is: {needle.value}.\n{NOISE}\nWhat "
-        f"is the special magic number for {needle.key} mentioned in the provided text? The special magic number for "
-        f"{needle.key} mentioned in the provided text is {needle.value}"
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards.\n"
+        f"One of the special magic numbers for {needle.key} is: {needle.value}.\n{NOISE}\n"
+        f"What is the special magic number for {needle.key} mentioned in the provided text? "
+        f"The special magic number for {needle.key} mentioned in the provided text is "
+        f"{needle.value}"
     )
 
 
 def test_names_are_listed_as_in_ruler():
-    assert [N.listed(list(names)) for names in ("a", "ab", "abcd")] == [
+    assert [N.join_names(list(names)) for names in ("a", "ab", "abcd")] == [
         "a",
         "a, and b",
         "a, b, c, and d",
@@ -197,7 +203,8 @@ def test_lengths_are_exact_and_needles_are_where_they_were_drawn(task, enc, essa
 
 
 def test_cells_that_are_not_available(enc, essay):
-    """What each task needs; with GPT-2's tokens no cell of 512 is n/a, with bytes all are, and some of 1,024."""
+    """What each task needs; with GPT-2's tokens no cell of 512 is n/a, with bytes all are, and
+    some of 1,024."""
     needs = {task: N.shortest(task, 42, 20, enc, essay) for task in N.TASKS}
     if enc.name == "gpt2":
         assert all(200 < n <= 400 for n in needs.values())
@@ -270,7 +277,8 @@ def test_keys_and_values(task, essay):
 
 
 def test_keys_are_asked_in_every_place(essay):
-    """Neither the first nor the last needle is the one to remember, and depths fill the range evenly."""
+    """Neither the first nor the last needle is the one to remember, and depths fill the range
+    evenly."""
     enc, places = get_tokenizer("bytes"), [0, 0, 0, 0]
     for index in range(200):
         sample = N.make_sample("niah_multikey_1", 42, index, None, enc, essay)
@@ -281,7 +289,8 @@ def test_keys_are_asked_in_every_place(essay):
 
 
 def test_keys_repeat_as_rarely_as_in_ruler():
-    """Of the 3,300 needles in 65,536 GPT-2 tokens hardly two have one key, and about 4 share the asked first word."""
+    """Of the 3,300 needles in 65,536 GPT-2 tokens hardly two have one key, and about 4 share the
+    asked first word."""
     assert (
         (len(set(N.ADJECTIVES)), len(set(N.NOUNS)))
         == (len(N.ADJECTIVES), len(N.NOUNS))
@@ -308,7 +317,8 @@ def test_a_key_has_about_as_many_tokens_as_in_ruler():
 
 
 def test_a_haystack_of_needles_never_tells_what_is_asked(monkeypatch):
-    """Not even with so few pairs of words that it tells every other many times: the question has one answer."""
+    """Not even with so few pairs of words that it tells every other many times: the question has
+    one answer."""
     monkeypatch.setattr(N, "ADJECTIVES", ["red", "blue"])
     monkeypatch.setattr(N, "NOUNS", ["cat", "dog", "owl"])
     for index in range(5):
@@ -329,7 +339,8 @@ def test_string_match_all():
 
 
 def outcomes_of(monkeypatch, enc, samples, say, forced):
-    """What ask() makes of a model that says say(sample) and finds forced(answer) the most likely tokens."""
+    """What ask() makes of a model that says say(sample) and finds forced(answer) the most likely
+    tokens."""
     run, queue = Run("", make_model("nope", False), {}, enc), list(samples)
 
     def generate(model, idx, new, stop, cache):
@@ -345,7 +356,7 @@ def outcomes_of(monkeypatch, enc, samples, say, forced):
 
     monkeypatch.setattr(E, "generate", generate)
     monkeypatch.setattr(E, "score", score)
-    return E.result([E.ask(run, sample) for sample in samples])
+    return E.count_outcomes([E.ask(run, sample) for sample in samples])
 
 
 @pytest.mark.parametrize("task", N.TASKS)
@@ -387,7 +398,8 @@ def test_oracle_constant_and_half(task, enc, essay, monkeypatch):
 
 
 def test_every_token_the_most_likely_is_greedy_decoding(monkeypatch):
-    """The teacher-forced score of a model's own greedy continuation is right at every token, up to a changed one."""
+    """The teacher-forced score of a model's own greedy continuation is right at every token, up
+    to a changed one."""
     monkeypatch.setitem(N.BUDGET, "bytes", 16)
     enc, model = get_tokenizer("bytes"), make_model("ggd", True)
     with torch.no_grad():
@@ -527,7 +539,7 @@ def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, 
 
 
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys, quick):
-    monkeypatch.setattr(E, "PRETRAINED", run)
+    monkeypatch.setattr(R, "PRETRAINED", run)
     call(monkeypatch, "--dry_run", "--tasks=niah_single_1")
     assert capsys.readouterr().out.startswith("==== niah_single_1 at 1,024 tokens: prompt ")
     call(monkeypatch, "--tasks=niah_single_1", "--lengths=1024", "--samples=1")
@@ -559,7 +571,8 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
 
 
 def test_the_default_haystack_is_in_the_working_folder_or_beside_the_program(tmp_path, monkeypatch):
-    """As everything that prepare_fineweb.py and train.py name; what the advice makes is the quick start's data."""
+    """As everything that prepare_fineweb.py and train.py name; what the advice makes is the
+    quick start's data."""
     monkeypatch.setattr(N, "__file__", str(tmp_path / "program/needles.py"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
