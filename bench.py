@@ -56,16 +56,13 @@ class BenchConfig:
         "skipping",
     )  # streaming: plain is causal attention without a
     # prior, dense explicit scores with a power for each; exact and skipping are streaming.py without and with skipping
-    encodings: tuple[str, ...] = (
-        ENCODINGS  # training: which rows; -ssmax behind a name: with Scalable-Softmax
-    )
+    encodings: tuple[str, ...] = ENCODINGS  # training: which rows; -ssmax after a name: with
+    # Scalable-Softmax
     batch_size: int = 0  # training: windows a step; 0: the batch_size of the config
     steps: int = 10  # training: timed steps a row; their median is reported
     warmup: int = 3  # training: steps before them, the compilation included
     device: str = "auto"  # auto, cpu, cuda, ...
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # autocast; the weights stay float32
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast
     records: str = "out/bench.jsonl"  # file to which the table is appended as records
 
     def __post_init__(self):
