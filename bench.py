@@ -31,13 +31,12 @@ from torch import Tensor
 
 import model as M
 from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
-from eval_passkey import PasskeyConfig, make_prompts, texts_for
-from records import aligned, append_record, load_run, origin
+from needles import make_prompts
+from runs import aligned, append_record, load_run, origin
 from streaming import KVCache, score
 from train import TrainConfig
-from windows import documents
 
-ENCODINGS = tuple(pe + s for pe in ("nope", "sinusoidal", "rope", "alibi", "ggd") for s in ("", "-ssmax"))
+ENCODINGS = tuple(pe + s for pe in M.ENCODINGS for s in ("", "-ssmax"))
 
 
 @dataclass
@@ -45,15 +44,25 @@ class BenchConfig:
     """What to time. Raises ValueError, in one sentence, if it makes no sense."""
 
     streaming: bool = False  # time a run on long texts instead of training steps
-    lengths: tuple[int, ...] = (2048, 8192, 32_768)  # streaming: tokens of the text, a passkey prompt
-    ways: tuple[str, ...] = ("plain", "dense", "exact", "skipping")  # streaming: plain is causal attention without a
+    lengths: tuple[int, ...] = (
+        2048,
+        8192,
+        32_768,
+    )  # streaming: tokens of the text, a passkey prompt
+    ways: tuple[str, ...] = (
+        "plain",
+        "dense",
+        "exact",
+        "skipping",
+    )  # streaming: plain is causal attention without a
     # prior, dense explicit scores with a power for each; exact and skipping are streaming.py without and with skipping
-    encodings: tuple[str, ...] = ENCODINGS  # training: which rows; -ssmax behind a name: with Scalable-Softmax
+    encodings: tuple[str, ...] = ENCODINGS  # training: which rows; -ssmax after a name: with
+    # Scalable-Softmax
     batch_size: int = 0  # training: windows a step; 0: the batch_size of the config
     steps: int = 10  # training: timed steps a row; their median is reported
     warmup: int = 3  # training: steps before them, the compilation included
     device: str = "auto"  # auto, cpu, cuda, ...
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast
     records: str = "out/bench.jsonl"  # file to which the table is appended as records
 
     def __post_init__(self):
@@ -64,7 +73,9 @@ class BenchConfig:
             raise ValueError(f"lengths is {self.lengths}; it must hold numbers from 256")
         for name, known in (("encodings", ENCODINGS), ("ways", BenchConfig.ways)):
             if (unknown := set(getattr(self, name)) - set(known)) or not getattr(self, name):
-                raise ValueError(f"{name} names {', '.join(sorted(unknown)) or 'none'}; choose from {', '.join(known)}")
+                raise ValueError(
+                    f"{name} names {', '.join(sorted(unknown)) or 'none'}; choose from {', '.join(known)}"
+                )
 
 
 class Case(NamedTuple):
@@ -85,38 +96,52 @@ def cases(cfg: BenchConfig, cuda: bool) -> list[Case]:
     plain, last = Case("nope", "plain", compiled=cuda), cfg.encodings[-1]
     rows = [Case(name, "fused" if cuda else "reference", compiled=cuda) for name in cfg.encodings]
     if cuda:
-        rows += [Case(last, "fused", True, packed=True), Case(last, "reference", True), Case(last, "reference", False)]
+        rows += [
+            Case(last, "fused", True, packed=True),
+            Case(last, "reference", True),
+            Case(last, "reference", False),
+        ]
     return [plain, *rows, plain]
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: None, layout: M.Layout) -> Tensor:
-    """In the place of `model.reference_attention`: torch's causal attention, which knows no prior."""
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_prior: None, row_scale: Tensor, layout: M.Layout
+) -> Tensor:
+    """torch's causal attention, which knows no prior."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+
+
+M.ATTENTIONS["plain"] = plain_attention
 
 
 @contextmanager
 def attention_of(model: M.GPT, case: Case) -> Iterator[None]:
-    original = M.reference_attention
-    model.attention = "fused" if case.attention == "fused" else "reference"
-    M.reference_attention = plain_attention if case.attention == "plain" else original
+    model.attention = case.attention
     try:
         yield
     finally:
-        M.reference_attention = original
+        model.attention = "reference"
 
 
-def measure(case: Case, model_cfg: M.ModelConfig, cfg: BenchConfig, device: torch.device, dtype: torch.dtype) -> dict:
+def measure(
+    case: Case, model_cfg: M.ModelConfig, cfg: BenchConfig, device: torch.device, dtype: torch.dtype
+) -> dict:
     """Median seconds of a step and, on CUDA, the most bytes held by tensors."""
     pe, _, ssmax = case.encoding.partition("-")
     torch.manual_seed(0)
     torch.compiler.reset()
     model = M.GPT(replace(model_cfg, pe=pe, ssmax=bool(ssmax))).to(device).train()
-    batch = torch.randint(1, model_cfg.vocab_size, (cfg.batch_size, model_cfg.block_size + 1), device=device)
+    batch = torch.randint(
+        1, model_cfg.vocab_size, (cfg.batch_size, model_cfg.block_size + 1), device=device
+    )
     if case.packed:  # documents of 150 tokens, begun elsewhere in every window
-        place = torch.arange(batch.shape[1], device=device) + 37 * torch.arange(len(batch), device=device)[:, None]
+        place = (
+            torch.arange(batch.shape[1], device=device)
+            + 37 * torch.arange(len(batch), device=device)[:, None]
+        )
         batch[place % 150 == 0] = 0
     idx, targets = batch[:, :-1], batch[:, 1:]
-    doc_ids = documents(idx, 0) if case.packed else None
+    doc_ids = M.documents(idx, 0) if case.packed else None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = []
@@ -149,7 +174,10 @@ def attempt(case: Case, *arguments) -> dict:
     except torch.OutOfMemoryError:
         return {"case": str(case), "error": "out of memory"}
     except Exception as error:  # a compiler has many ways to fail
-        return {"case": str(case), "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"}
+        return {
+            "case": str(case),
+            "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}",
+        }
 
 
 def row_of(record: dict, plain: dict) -> list[str]:
@@ -176,11 +204,15 @@ def shape_of(config: str | None) -> tuple[M.ModelConfig, int]:
     return M.ModelConfig(**shape), values.get("batch_size", TrainConfig.batch_size)
 
 
-def bench_training(config: str | None, cfg: BenchConfig, device: torch.device, dtype: torch.dtype) -> None:
+def bench_training(
+    config: str | None, cfg: BenchConfig, device: torch.device, dtype: torch.dtype
+) -> None:
     with user_errors():
         model_cfg, batch_size = shape_of(config)
     cfg = replace(cfg, batch_size=cfg.batch_size or batch_size)
-    print(f"{model_cfg.n_layer} layers of {model_cfg.n_embd}, {cfg.batch_size} x {model_cfg.block_size} tokens a step")
+    print(
+        f"{model_cfg.n_layer} layers of {model_cfg.n_embd}, {cfg.batch_size} x {model_cfg.block_size} tokens a step"
+    )
     about = {
         "metric": "training step",
         "hardware": device_name(device),
@@ -211,7 +243,9 @@ def score_exactly(model: M.GPT, idx: Tensor, n_last: int) -> tuple[Tensor, None]
 
 
 @torch.no_grad()
-def score_by(attention: Callable[..., Tensor], model: M.GPT, idx: Tensor, n_last: int) -> tuple[Tensor, None]:
+def score_by(
+    attention: Callable[..., Tensor], model: M.GPT, idx: Tensor, n_last: int
+) -> tuple[Tensor, None]:
     """Every layer and the output layer for all positions, without a cache."""
     positions = torch.arange(idx.shape[1] - 1, device=idx.device)[None]
     x, layout = model.embed(idx[:, :-1], positions), model.layout(positions)
@@ -222,27 +256,44 @@ def score_by(attention: Callable[..., Tensor], model: M.GPT, idx: Tensor, n_last
     return model.logits(x)[:, -n_last:].argmax(-1), None
 
 
-def dense_attention(attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, layout: M.Layout) -> Tensor:
+def dense_attention(
+    attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, layout: M.Layout
+) -> Tensor:
     """As it is written on paper: explicit float32 scores in blocks of 256 queries, and a power for each of them."""
     T, out = q.shape[2], []
     for begin in range(0, T, 256):
-        i, j = torch.arange(begin, min(begin + 256, T), device=q.device)[:, None], torch.arange(T, device=q.device)
+        i, j = (
+            torch.arange(begin, min(begin + 256, T), device=q.device)[:, None],
+            torch.arange(T, device=q.device),
+        )
         scores = q[:, :, begin : begin + 256] @ k.transpose(-2, -1)
         if attn.cfg.pe == "ggd":
-            theta_alpha, theta_beta = (t[:, None, None] for t in (attn.prior.theta_alpha, attn.prior.theta_beta))
+            theta_alpha, theta_beta = (
+                t[:, None, None] for t in (attn.prior.theta_alpha, attn.prior.theta_beta)
+            )
             mu = 2 * torch.sinh(attn.prior.theta_mu)[:, None, None]
             base = (j - i - mu).abs() + M.EPSILON
-            bias = -torch.exp((theta_alpha + theta_beta * base.log()).clamp(max=M.MAX_EXPONENT))  # (H, 256, T)
-            scale = attn.s[:, None, None] * layout.log_n[0, 0, begin : begin + 256] if attn.cfg.ssmax else 1.0
+            bias = -torch.exp(
+                (theta_alpha + theta_beta * base.log()).clamp(max=M.MAX_EXPONENT)
+            )  # (H, 256, T)
+            scale = (
+                attn.s[:, None, None] * layout.log_n[0, 0, begin : begin + 256]
+                if attn.cfg.ssmax
+                else 1.0
+            )
             scores = scores + bias * scale
         elif attn.cfg.pe == "alibi":
-            scores = scores - attn.slopes[:, None, None] * (i - j)
+            scores = scores - attn.prior.slopes[:, None, None] * (i - j)
         out.append(scores.masked_fill(j > i, -torch.inf).softmax(-1) @ v)
     return torch.cat(out, dim=2)
 
 
-def causal_attention(attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, layout: M.Layout) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)  # the answer is not the model's
+def causal_attention(
+    attn: M.CausalSelfAttention, q: Tensor, k: Tensor, v: Tensor, layout: M.Layout
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=1.0
+    )  # the answer is not the model's
 
 
 WAYS = {
@@ -255,11 +306,10 @@ WAYS = {
 
 def time_way(way: str, path: str, length: int, device: torch.device) -> dict:
     """Seconds and bytes above the loaded model for scoring one answer; whether it is right; what was skipped."""
-    run, cfg = load_run(path, device), PasskeyConfig(depths=3)
-    texts = texts_for(run, cfg)
+    run = load_run(path, device)
     times = []
     for tokens in (512, length):  # the short one starts threads and kernels
-        prompt = make_prompts(run.enc, texts, cfg, tokens)[1]  # the needle in the middle
+        prompt = make_prompts(run.enc, tokens, depths=3)[1]  # the needle in the middle
         idx, before = torch.tensor([prompt.tokens], device=device), peak_memory(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -301,7 +351,7 @@ def streaming_row(record: dict, plain: dict) -> list[str]:
 def bench_streaming(path: str, cfg: BenchConfig, device: torch.device) -> None:
     with user_errors():
         run = load_run(path, device)
-        make_prompts(run.enc, texts_for(run, PasskeyConfig()), PasskeyConfig(), min(cfg.lengths))
+        make_prompts(run.enc, min(cfg.lengths))
     about, found = {"metric": "streaming"} | origin(run), []
     for length in sorted(set(cfg.lengths)):
         plain = {}
@@ -320,11 +370,15 @@ def bench_streaming(path: str, cfg: BenchConfig, device: torch.device) -> None:
 
 
 def main() -> None:
-    (cfg,), words = configurator.parse([BenchConfig], sys.argv[1:], __doc__, positional="configs or run")
+    (cfg,), words = configurator.parse(
+        [BenchConfig], sys.argv[1:], __doc__, positional="configs or run"
+    )
     if cfg.streaming and len(words) != 1:
         fail("--streaming times one run; name its folder, such as out/ggd_bam_cpu")
     if not cfg.streaming and (folders := [word for word in words if Path(word).is_dir()]):
-        fail(f"{folders[0]} is a folder; --streaming times a run, and training steps are timed for config files")
+        fail(
+            f"{folders[0]} is a folder; --streaming times a run, and training steps are timed for config files"
+        )
     if Path(cfg.records).is_dir():
         fail(f"records is {cfg.records}, a folder; name a file in it")
     with user_errors():
@@ -332,7 +386,9 @@ def main() -> None:
         device, why = pick_device(cfg.device)
         dtype, reason = pick_dtype(cfg.dtype, device)
     number = "" if cfg.streaming else f", {str(dtype).removeprefix('torch.')} ({reason})"
-    print(f"{device_name(device)} ({why}){number}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"{device_name(device)} ({why}){number}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     if cfg.streaming:
         return bench_streaming(words[0], cfg, device)
     for config in words or [None]:

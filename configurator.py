@@ -25,7 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-TYPES = {int: "an int", float: "a finite number", str: "a string", bool: "true or false"}  # as errors name them
+TYPES = {
+    int: "an int",
+    float: "a finite number",
+    str: "a string",
+    bool: "true or false",
+}  # as errors name them
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 HELP_WIDTH, HELP_COLUMN = 100, 32  # in characters; the meanings begin at HELP_COLUMN
 
@@ -105,7 +110,9 @@ def field_types(classes: list[type]) -> dict[str, Any]:
             name, kind = f"{cls.__name__}.{field.name}", hints[field.name]
             item = get_args(kind)[0] if get_origin(kind) is tuple else kind
             assert item in TYPES or get_origin(kind) is Literal, f"{name}: unsupported type {kind}"
-            assert field.default is not dataclasses.MISSING, f"{name}: a default is needed, and no factory for it"
+            assert field.default is not dataclasses.MISSING, (
+                f"{name}: a default is needed, and no factory for it"
+            )
             assert field.name not in {*kinds, "base", "help"}, f"{name}: the name is taken"
             kinds[field.name] = kind
     return kinds
@@ -115,7 +122,11 @@ def expected(kind: Any) -> str:
     """How an error names a type."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    return f"{get_args(kind)[0].__name__}s separated by commas" if get_origin(kind) is tuple else TYPES[kind]
+    return (
+        f"{get_args(kind)[0].__name__}s separated by commas"
+        if get_origin(kind) is tuple
+        else TYPES[kind]
+    )
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -150,11 +161,17 @@ def expand(text: str) -> str:
 def from_text(text: str, kind: Any) -> Any:
     """The Python value that a command-line word spells; the word itself where it spells none, for check() to refuse."""
     if get_origin(kind) is tuple:
-        return tuple(from_text(part.strip(), get_args(kind)[0]) for part in text.split(",")) if text else ()
+        return (
+            tuple(from_text(part.strip(), get_args(kind)[0]) for part in text.split(","))
+            if text
+            else ()
+        )
     if kind is bool:
         return BOOLS.get(text.lower(), text)
     try:
-        if kind is int and "e" in text.lower() and float(text).is_integer():  # 1e6 is a million steps, 1.0 is a slip
+        if (
+            kind is int and "e" in text.lower() and float(text).is_integer()
+        ):  # 1e6 is a million steps, 1.0 is a slip
             return int(float(text))
         return kind(text) if kind in (int, float) else text
     except ValueError:
@@ -164,7 +181,9 @@ def from_text(text: str, kind: Any) -> Any:
 def unknown_key(key: str, kinds: dict[str, Any]) -> ValueError:
     """The error that names the nearest key."""
     nearest = difflib.get_close_matches(key, kinds, n=1, cutoff=0.5)
-    return ValueError(f"unknown key '{key}'; " + (f"did you mean '{nearest[0]}'?" if nearest else "see --help"))
+    return ValueError(
+        f"unknown key '{key}'; " + (f"did you mean '{nearest[0]}'?" if nearest else "see --help")
+    )
 
 
 def execute(path: Path) -> dict[str, Any]:
@@ -174,9 +193,15 @@ def execute(path: Path) -> dict[str, Any]:
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), namespace)
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = lines[-1] if lines else getattr(error, "lineno", None)
-        text = error.msg if isinstance(error, SyntaxError) else error  # str() would repeat the file and the line
+        text = (
+            error.msg if isinstance(error, SyntaxError) else error
+        )  # str() would repeat the file and the line
         raise ValueError(f"{path}, line {line or '?'}: {type(error).__name__}: {text}") from error
     return namespace
 
@@ -184,13 +209,17 @@ def execute(path: Path) -> dict[str, Any]:
 def load_file(path: Path, kinds: dict[str, Any], above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The checked values of a config file on top of its base's; `above` are the files whose base this is."""
     if path.resolve() in [file.resolve() for file in above]:
-        raise ValueError(f"base goes in a circle: {' -> '.join(map(str, (*above, path)))}; remove one of them")
+        raise ValueError(
+            f"base goes in a circle: {' -> '.join(map(str, (*above, path)))}; remove one of them"
+        )
     names = execute(path)
     values: dict[str, Any] = {}
     if "base" in names:
         base = names.pop("base")
         if not isinstance(base, str) or not (path.parent / base).is_file():
-            raise ValueError(f"{path}: base = {base!r}: expected the path of a config file, relative to this one")
+            raise ValueError(
+                f"{path}: base = {base!r}: expected the path of a config file, relative to this one"
+            )
         values = load_file(path.parent / base, kinds, (*above, path))
     for key, value in names.items():
         if key.startswith("_") or isinstance(value, ModuleType):
@@ -217,7 +246,9 @@ def read_option(word: str, following: str, kinds: dict[str, Any]) -> dict[str, A
     if kinds[key] is bool and following.lower() not in BOOLS:
         return {key: True}
     value = "VALUE" if following.startswith("--") else following or "VALUE"
-    raise ValueError(f"{word}: expected {expected(kinds[key])} behind an equals sign; write {word}={value}")
+    raise ValueError(
+        f"{word}: expected {expected(kinds[key])} behind an equals sign; write {word}={value}"
+    )
 
 
 def parse(
@@ -247,7 +278,10 @@ def parse(
     values.update(options)
     own = [{field.name for field in dataclasses.fields(cls)} & values.keys() for cls in classes]
     with user_errors():  # a __post_init__ may refuse a combination of values
-        instances = [cls(**{key: values[key] for key in keys}) for cls, keys in zip(classes, own, strict=True)]
+        instances = [
+            cls(**{key: values[key] for key in keys})
+            for cls, keys in zip(classes, own, strict=True)
+        ]
     return instances, {None: None, "config": words[0] if words else None}.get(positional, words)
 
 
@@ -273,12 +307,18 @@ def help_entry(key: str, kind: Any, default: Any, meaning: str) -> str:
     head = f"  --{key}={text.lower() if kind is bool else shlex.quote(text)}"
     margin = " " * HELP_COLUMN
     body = f"({expected(kind) if get_origin(kind) else kind.__name__}) {meaning}"
-    body = textwrap.fill(body, HELP_WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+    body = textwrap.fill(
+        body, HELP_WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+    )
     return head + (body[len(head) :] if len(head) < HELP_COLUMN - 1 else "\n" + body)
 
 
 def help_text(
-    classes: list[type], kinds: dict[str, Any], values: dict[str, Any], doc: str | None, positional: str | None
+    classes: list[type],
+    kinds: dict[str, Any],
+    values: dict[str, Any],
+    doc: str | None,
+    positional: str | None,
 ) -> str:
     """All that --help prints; `values` come from a config file and stand in for the defaults."""
     words = {None: "", "config": "[CONFIG.py] "}.get(positional, f"[{positional} ...] ")

@@ -1,167 +1,189 @@
-"""Perplexity, ARC and MMLU: what a model knows, scored by the rules of the field's harness (lm-evaluation-harness).
+"""Perplexity, ARC and MMLU: what a model knows, scored as lm-evaluation-harness does.
 
-python eval_downstream.py --source=book.txt                              # the model that comes with the program
-python eval_downstream.py out/ggd_bam_cpu                                # perplexity on the validation documents
-python eval_downstream.py out/a out/b --source=book.txt --length=32768   # on any text
-python eval_downstream.py out/a --tasks=arc_easy,arc_challenge,mmlu,mmlu_continuation     # data from the hub
-python eval_downstream.py out/a --tasks=arc_easy --data_dir=data/arc     # or from files of the same schema
+python eval_downstream.py --source=book.txt              # the model that comes with the program
+python eval_downstream.py out/ggd_bam_cpu                # perplexity on its validation documents
+python eval_downstream.py out/a out/b --source=book.txt --length=32768
+python eval_downstream.py out/a --tasks=arc_easy,arc_challenge,mmlu,mmlu_continuation # from the hub
+python eval_downstream.py out/a --tasks=arc_easy --data_dir=data/arc   # or from local files
 
-Multiple choice: the answer is the choice that the model finds the likeliest continuation of the question, by the sum of
-its tokens' log-probabilities (acc) or by that sum per character (acc_norm). Nothing is generated, nothing cut.
+Perplexity comes twice. By position: one forward over a long document, averaged over some positions
+at a time. By context: the same target tokens with less or more text before them. Only the second
+tells whether a longer context helps.
 
-Perplexity, twice. By position: one forward over a long document, averaged over some positions at a time. By context:
-the same target tokens, with less or more of the text before them; only this tells whether a longer context helps.
+Multiple choice: the answer is the choice that the model finds the likeliest continuation of the
+question, by the sum of its tokens' log-probabilities (acc) or by that sum per character (acc_norm).
+Nothing is generated and nothing is cut.
 """
 
 import configurator
 from configurator import user_errors
 
+import itertools
 import json
 import math
+import os
+import random
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tiktoken
 import torch
-from torch import Tensor
-from tqdm import tqdm
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-import records
-from device import pick_device
-from eval_passkey import MULTIPLES
-from questions import TASKS, Question, load_questions, load_rows, measure_choices, pooled, shots
-from records import Run, folder_of, name_of
-from shards import read_meta, read_shard, shard_files, whole_documents
-from streaming import KVCache, score
-from tokenizer import encode_document
+import runs
+from data import encode_document, read_meta, read_shard, read_text, shard_files, whole_documents
+from model import GPT
+from runs import Cell, EvalConfig, Run, cost
+from streaming import KVCache, prefill, score
+
+
+class Task(NamedTuple):
+    """A multiple-choice data set, and how its questions are put."""
+
+    hub: str  # its name on the hub
+    config: str  # part of it
+    examples: str  # split of the solved examples: the first of dev, or drawn from train
+    shots: int  # solved examples by default
+    letters: bool  # the letters of the choices continue the question, not the choices
+    description: str  # first words of a prompt; {} is the subject
+
+
+ARC, MMLU = "allenai/ai2_arc", "cais/mmlu"
+ABOUT = " questions (with answers) about {}.\n\n"
+TASKS = {
+    "arc_easy": Task(ARC, "ARC-Easy", "train", 0, False, ""),
+    "arc_challenge": Task(ARC, "ARC-Challenge", "train", 0, False, ""),
+    "mmlu": Task(MMLU, "all", "dev", 5, True, "The following are multiple choice" + ABOUT),
+    "mmlu_continuation": Task(MMLU, "all", "dev", 0, False, "The following are" + ABOUT),
+}
+Advance = Callable[[float], object]  # called with the work just done, in the units of cost()
+QUESTION = cost(200)  # work of a question, roughly
+LETTERS = "ABCDEFGHIJ"
+FEWSHOT_SEED = 1234  # the harness's default
 
 
 @dataclass
-class DownstreamConfig(records.Changes):
-    """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
+class DownstreamConfig(EvalConfig):
+    """What to ask."""
 
-    tasks: tuple[str, ...] = ("perplexity",)  # perplexity, arc_easy, arc_challenge, mmlu, mmlu_continuation
-    data_dir: str = ""  # where the hub's data sets lie as .jsonl or .parquet, in files such as ARC-Easy_test.jsonl or
-    # ARC-Easy/test-00000-of-00001.parquet (MMLU: test.jsonl, dev.jsonl); none given: they come from the hub
-    num_fewshot: int = -1  # solved examples before a question: the first of MMLU's dev split, or drawn for each
-    # question from ARC's train split; -1: 5 for mmlu, otherwise 0
+    tasks: tuple[str, ...] = ("perplexity",)  # or arc_easy, arc_challenge, mmlu, mmlu_continuation
+    data_dir: str = ""  # folder of the hub's data sets as .jsonl or .parquet, in files such as
+    # ARC-Easy_test.jsonl or ARC-Easy/test-00000-of-00001.parquet (MMLU: test.jsonl, dev.jsonl); if
+    # empty they come from the hub
+    num_fewshot: int = -1  # solved examples before a question: the first of MMLU's dev split, or
+    # drawn for each question from ARC's train split; -1: 5 for mmlu, otherwise 0
     limit: int = 0  # only the first questions, this many a task (MMLU: a subject); 0: all
-    bos: bool = True  # prompts begin with <|endoftext|>, as training documents do; the harness's default is false
-    source: str = ""  # text for perplexity: a folder of token shards (validation shards are taken), a text file, or
-    # wikitext; none given: what the first run was trained on
-    length: int = 0  # by position: tokens of a document; 0: 16x the training length of the first run, or less if no
-    # document is that long
+    bos: bool = True  # begin with <|endoftext|>, as in training; the harness's default is false
+    source: str = ""  # text for perplexity: a folder of token shards (validation shards are taken),
+    # a text file, or wikitext; if empty, what the first run was trained on
+    length: int = 0  # by position: tokens of a text; 0: up to 16x the first run's training length
     average: int = 256  # by position: positions averaged for a point of the curve
     documents: int = 4  # by position: documents averaged, at most; a long one is cut into several
-    contexts: tuple[int, ...] = ()  # by context: the longest contexts of the targets in tokens; none given: 1x, 2x,
-    # 4x, 8x and 16x the training length of the first run, those that the documents have
+    contexts: tuple[int, ...] = ()  # by context: the longest contexts of the targets in tokens; if
+    # empty, 1x, 2x, 4x, 8x and 16x the training length of the first run, if the documents have them
     stride: int = 0  # by context: targets at the end of a context; 0: half the shortest context
     targets: int = 4096  # by context: targets in all, at most
     batch_tokens: int = 16_384  # texts are scored together up to this many tokens
-    resume: bool = False  # keep what the records of these runs already hold, and do the rest
-    device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
+        super().__post_init__()
         self.tasks, known = tuple(dict.fromkeys(self.tasks)), ("perplexity", *TASKS)
         if not self.tasks or set(self.tasks) - set(known):
-            raise ValueError(f"tasks is {','.join(self.tasks) or 'empty'}; it may hold {', '.join(known)}")
-        lowest = {"average": 2, "targets": 2, "documents": 1, "contexts": 1, "batch_tokens": 1, "num_fewshot": -1}
-        super().__post_init__()
-        for name in (*lowest, "limit", "length", "stride"):
-            value = getattr(self, name)
-            records.check_range(name, lowest.get(name, 0), *(value if isinstance(value, tuple) else (value,)))
+            tasks = ",".join(self.tasks) or "empty"
+            raise ValueError(f"tasks is {tasks}; it may hold {', '.join(known)}")
+        least = {"num_fewshot": -1, "average": 2, "targets": 2, "documents": 1, "batch_tokens": 1}
+        for name in (*least, "limit", "length", "stride"):
+            runs.check_range(name, least.get(name, 0), getattr(self, name))
+        runs.check_range("contexts", 1, *self.contexts)
 
 
 # ---- perplexity
 
 
 def read_documents(run: Run, cfg: DownstreamConfig) -> list[np.ndarray]:
-    """The documents of a source as tokens, <|endoftext|> first. Raises ValueError or OSError, in one sentence."""
-    source = cfg.source
-    if source == "wikitext":  # one document; the hub's rows are the lines of the file, but blank ones are empty
-        rows = load_rows("Salesforce/wikitext", "wikitext-2-raw-v1", "test", cfg.data_dir)
-        if not all(isinstance(row.get("text"), str) for row in rows):
-            raise ValueError("wikitext has rows without text; give files of the schema of Salesforce/wikitext")
+    """The documents of the source as tokens, each with its <|endoftext|> first."""
+    folder, known = Path(cfg.source), run.model.cfg.vocab_size
+    if cfg.source == "wikitext":  # one document: the rows are its lines
+        rows = read_split("Salesforce/wikitext", "wikitext-2-raw-v1", "test", cfg.data_dir)
         return [np.array(encode_document(run.enc, "".join(row["text"] for row in rows)))]
-    if not source or not Path(source).exists():
-        raise ValueError(f"there is no '{source}'; name a text for the perplexity with --source")
-    if Path(source).is_dir():
-        return shard_documents(Path(source), run)
-    return [np.array(encode_document(run.enc, records.read_text(source)))]
-
-
-def shard_documents(folder: Path, run: Run) -> list[np.ndarray]:
-    """The whole documents of a folder's validation shards."""
-    files, meta, tokenizer = shard_files(folder, "val_*"), read_meta(folder), run.saved["tokenizer"]
-    if not files:
+    if not cfg.source or not folder.exists():
+        advice = "name a text for the perplexity with --source"
+        raise ValueError(f"there is no '{cfg.source}'; {advice}")
+    if not folder.is_dir():
+        return [np.array(encode_document(run.enc, read_text(folder)))]
+    meta, shards = read_meta(folder), [read_shard(f) for f in shard_files(folder, "val_*")]
+    if not shards:
         raise ValueError(f"no *val_*.bin shards in {folder}; name another source")
-    if meta is not None and meta["tokenizer"] != tokenizer:
-        raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {tokenizer}; name another source")
-    shards, known = [read_shard(file) for file in files], run.model.cfg.vocab_size
+    if meta and meta["tokenizer"] != (needed := run.saved["tokenizer"]):
+        raise ValueError(f"{folder} has {meta['tokenizer']} tokens, {run.path} needs {needed}")
     if (highest := max(int(shard.max()) for shard in shards)) >= known:
-        raise ValueError(f"{folder} has the token id {highest}, {run.path} knows {known:,}; name another source")
+        raise ValueError(f"{folder} has the token id {highest}, {run.path} knows {known:,}")
     return [document for shard in shards for document in whole_documents(shard, run.enc.eot_token)]
 
 
-def with_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> DownstreamConfig:
-    """The config with its lengths filled in. Raises ValueError, in one sentence, for what these documents cannot do."""
+def fill_lengths(cfg: DownstreamConfig, documents: list[np.ndarray], trained: int) -> None:
+    """Put default lengths into the config, where they hold for all further runs, and check them."""
     longest = max(map(len, documents), default=1) - 1  # tokens before the last one
-    length = cfg.length or max(1, min(MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
-    contexts = tuple(sorted(set(cfg.contexts))) or tuple(m * trained for m in MULTIPLES if m * trained <= longest)
-    needed = max(length, *(contexts or (trained,)))
-    if needed > longest:
+    reach = max(1, min(runs.MULTIPLES[-1] * trained, longest) // cfg.average) * cfg.average
+    fitting = tuple(m * trained for m in runs.MULTIPLES if m * trained <= longest) or (trained,)
+    cfg.length = cfg.length or reach
+    cfg.contexts = tuple(sorted(set(cfg.contexts or fitting)))
+    cfg.stride = cfg.stride or max(1, cfg.contexts[0] // 2)
+    if (needed := max(cfg.length, *cfg.contexts)) > longest:
         lengths = f"its longest document has {longest:,} tokens, {needed:,} are needed"
-        raise ValueError(
-            f"{cfg.source} is too short: {lengths}; choose another source, or a smaller length and contexts"
-        )
-    stride = cfg.stride or max(1, contexts[0] // 2)
-    if length % cfg.average:
-        raise ValueError(f"length {length} is not a multiple of average {cfg.average}; change one of them")
-    if stride > contexts[0]:
-        raise ValueError(f"stride is {stride}; it must be at most the shortest context, {contexts[0]}")
-    return replace(cfg, length=length, contexts=contexts, stride=stride)
+        advice = "choose another source, or a smaller length and contexts"
+        raise ValueError(f"{cfg.source} is too short: {lengths}; {advice}")
+    if cfg.length % cfg.average:
+        raise ValueError(f"length {cfg.length} is not a multiple of average {cfg.average}")
+    if cfg.stride > cfg.contexts[0]:
+        raise ValueError(f"stride is {cfg.stride}; the shortest context is {cfg.contexts[0]}")
 
 
-def windows(documents: list[np.ndarray], length: int, step: int, count: int) -> Tensor:
-    """(N, length + 1): a window slides over the documents by `step`; at most `count` of its places, evenly spread."""
-    places = [(d, at) for d, doc in enumerate(documents) for at in range(0, len(doc) - length, step)]
-    places = [places[i] for i in np.linspace(0, len(places) - 1, min(count, len(places))).astype(int)]
-    return torch.from_numpy(np.stack([documents[d][at : at + length + 1] for d, at in places]).astype(np.int64))
+def cut_windows(documents: list[np.ndarray], length: int, step: int, count: int) -> Tensor:
+    """A window of length + 1 tokens slides over each document by `step`: (N, length + 1), with N at
+    most `count`, evenly spread over all its places."""
+    places = [(text, at) for text in documents for at in range(0, len(text) - length, step)]
+    picks = np.linspace(0, len(places) - 1, min(count, len(places))).astype(int)
+    rows = [text[at : at + length + 1] for text, at in (places[i] for i in picks)]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def negative_log_likelihood(run: Run, idx: Tensor, targets: int) -> Tensor:
-    """Of the last `targets` tokens of each row of idx (B, T), in nats: (B, targets), float64."""
-    cache = KVCache(run.model, len(idx), idx.shape[1] - 1, dtype=torch.float32)
-    idx = idx.to(run.model.embedding.weight.device)
-    return -score(run.model, idx, targets, cache)[0].cpu().double()
-
-
-def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, progress: Callable) -> dict:
-    """Mean nll over the rows of idx (N, length + 1): one value for every `average` positions. The standard errors take
-    the tokens as independent."""
+def measure_nll(run: Run, idx: Tensor, targets: int, batch: int, advance: Advance) -> Tensor:
+    """Negative log-likelihood in nats of the last `targets` tokens of each row of idx (N, T),
+    `batch` rows at a time: (N, targets), float64."""
     found = []
-    for row in idx.split(1):
-        found.append(negative_log_likelihood(run, row, cfg.length))
-        progress(1)
-    nll = torch.cat(found).unflatten(1, (-1, cfg.average)).transpose(0, 1).flatten(1)  # (points, N * average)
-    error = nll.std(1) / math.sqrt(nll.shape[1])
-    return {"n": nll.numel(), "nll": nll.mean(1).tolist(), "nll_stderr": error.tolist()}
+    for rows in idx.split(batch):
+        kv = KVCache(run.model, len(rows), idx.shape[1] - 1, dtype=torch.float32)
+        log_p, _ = score(run.model, rows.to(run.model.embedding.weight.device), targets, kv)
+        found.append(-log_p.cpu().double())
+        advance(len(rows) * cost(idx.shape[1] - 1))
+    return torch.cat(found)
 
 
-def by_context(run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, progress: Callable) -> dict:
-    """Mean nll of the last `stride` tokens of each row of idx (N, longest context + 1), when no more than `context`
-    tokens stand before the last of them. The interval takes the tokens as independent."""
-    found = []
-    for rows in idx[:, -context - 1 :].split(max(1, cfg.batch_tokens // (context + 1))):
-        found.append(negative_log_likelihood(run, rows, cfg.stride))
-        progress(len(rows))
-    nll = torch.cat(found)
-    size = sum(len(run.enc.decode_single_token_bytes(t)) for t in idx[:, -cfg.stride :].flatten().tolist())
+def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Advance, *_) -> dict:
+    """Mean nll over the rows of idx (N, length + 1), one value for every `average` positions. The
+    standard errors take the tokens as independent."""
+    nll = measure_nll(run, idx, cfg.length, 1, advance)
+    points = nll.unflatten(1, (-1, cfg.average)).transpose(0, 1).flatten(1)  # (points, N * average)
+    error = points.std(1) / math.sqrt(points.shape[1])
+    return {"n": nll.numel(), "nll": points.mean(1).tolist(), "nll_stderr": error.tolist()}
+
+
+def by_context(
+    run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, advance: Advance, *_
+) -> dict:
+    """Mean nll of the last `stride` tokens of each row of idx (N, longest context + 1), with at
+    most `context` tokens before the last. The interval takes the tokens as independent."""
+    batch = max(1, cfg.batch_tokens // (context + 1))
+    nll = measure_nll(run, idx[:, -context - 1 :], cfg.stride, batch, advance)
+    targets = idx[:, -cfg.stride :].flatten().tolist()
+    size = sum(len(run.enc.decode_single_token_bytes(t)) for t in targets)
     mean, half = nll.mean().item(), 1.96 * nll.std().item() / math.sqrt(nll.numel())
     return {
         "n": nll.numel(),
@@ -172,197 +194,352 @@ def by_context(run: Run, cfg: DownstreamConfig, idx: Tensor, context: int, progr
     }
 
 
-# ---- cells and their records
+# ---- multiple choice: questions
 
 
-class Cell(NamedTuple):
-    """One result: the accuracy on a subject, a curve of perplexity, or the perplexity at one context."""
-
-    task: str
-    config: dict  # all that decides the result besides the weights
-    work: int  # steps of the progress bar
-    measure: Callable[[Callable], dict] | None  # takes the bar's update; None: pool the task's cells before this one
-
-
-def digest(data: object) -> str:
-    """Of questions, or of a text in tokens."""
-    return records.digest(data.numpy() if isinstance(data, Tensor) else json.dumps(data).encode())
-
-
-def choice_cells(run: Run, cfg: DownstreamConfig, task: str, subjects: dict[str, list[Question]]) -> list[Cell]:
-    """A cell per subject, and their mean if there are several."""
-    config = {"num_fewshot": shots(task, cfg.num_fewshot), "limit": cfg.limit, "bos": cfg.bos}
-    config |= {"window_attention": cfg.window_attention, "set": cfg.set}
-    cells, how = [], (cfg.bos, cfg.batch_tokens)
-    for subject, questions in subjects.items():
-        own = config | {"subject": subject, "data": digest(questions)}
-        cells.append(Cell(task, own, len(questions), partial(measure_choices, run, questions, *how)))
-    if len(cells) > 1:
-        cells.append(Cell(task, config | {"subject": "mean by size", "data": digest(subjects)}, 1, None))
-    return cells
+def find_files(config: str, split: str, data_dir: str) -> list[Path]:
+    """The files of one split: <config>_<split>.*, <config>/<split>-* as on the hub, or <split>.*"""
+    patterns = [f"{config}_{split}.*", f"{config}/{split}-*"] + [f"{split}.*"] * (config == "all")
+    paths = sorted(path for pattern in patterns for path in Path(data_dir).rglob(pattern))
+    paths = [path for path in paths if path.suffix in (".jsonl", ".parquet")]
+    if not paths:
+        names = f"{config}_{split}.jsonl, .parquet or {config}/{split}-*.parquet"
+        raise ValueError(f"no {names} in {data_dir}")
+    if others := [path for path in paths if path.parent != paths[0].parent]:
+        both = f"{paths[0]} and {others[0]} are both the {split} split of {config}"
+        raise ValueError(f"{both}; give a narrower data_dir")
+    return [path for path in paths if path.suffix == paths[0].suffix]
 
 
-def perplexity_cells(run: Run, cfg: DownstreamConfig) -> list[Cell]:
-    """The curve by position, and a cell per context. Raises ValueError or OSError, in one sentence."""
-    documents = read_documents(run, cfg)
-    cfg = with_lengths(cfg, documents, run.trained)
-    config = {"source": cfg.source, "window_attention": cfg.window_attention, "set": cfg.set}
-    idx = windows(documents, cfg.length, cfg.length, cfg.documents)
-    own = config | {"length": cfg.length, "average": cfg.average, "data": digest(idx)}
-    cells = [Cell("perplexity", own, len(idx), partial(by_position, run, cfg, idx))]
-    idx = windows(documents, cfg.contexts[-1], cfg.stride, -(-cfg.targets // cfg.stride))
-    config |= {"stride": cfg.stride, "data": digest(idx)}
-    for context in cfg.contexts:
-        own = config | {"context": context}
-        cells.append(Cell("perplexity", own, len(idx), partial(by_context, run, cfg, idx, context)))
-    return cells
+def read_split(hub: str, config: str, split: str, data_dir: str) -> list[dict]:
+    """All rows of one split, from the hub or from local files."""
+    if not data_dir:
+        from datasets import load_dataset  # slow to import
 
+        try:
+            return list(load_dataset(hub, config, split=split))
+        except Exception as error:  # datasets and the HTTP libraries have their own kinds
+            advice = "connect to the network, or give its files with --data_dir"
+            raise ValueError(f"{hub} cannot be read; {advice} ({error})") from error
+    from pyarrow import parquet  # comes with datasets
 
-def make_cells(run: Run, cfg: DownstreamConfig, questions: dict[str, dict[str, list[Question]]]) -> list[Cell]:
-    """All that is asked of a run, task by task."""
-    cells = []
-    for task in cfg.tasks:
-        cells += perplexity_cells(run, cfg) if task == "perplexity" else choice_cells(run, cfg, task, questions[task])
-    return cells
-
-
-def evaluate(path: str, cfg: DownstreamConfig, questions: dict, device: torch.device) -> Iterator[dict]:
-    """The records of one run, each appended to the run's eval/<task>.jsonl as soon as it is there."""
-    with user_errors():
-        run = records.load_run(path, device, cfg)
-        cells = make_cells(run, cfg, questions)
-    about, earlier = records.origin(run), []
-    for cell in cells:
-        file, like = folder_of(path) / f"{cell.task}.jsonl", {"metric": cell.task, "config": cell.config}
-        record = records.finished(file, like | {"weights": about["weights"]}) if cfg.resume else None
-        if record is None:
-            began = time.perf_counter()
-            if cell.measure:
-                names = (name_of(path), cell.task, cell.config.get("subject"), cell.config.get("context"))
-                title = " ".join(str(name) for name in names if name)
-                with tqdm(total=cell.work, desc=title, bar_format=records.BAR, disable=None, leave=False) as bar:
-                    measured = cell.measure(bar.update)
+    rows = []
+    for file in find_files(config, split, data_dir):
+        try:
+            if file.suffix == ".parquet":
+                rows += parquet.read_table(file).to_pylist()
             else:
-                measured = pooled([r for r in earlier if r["metric"] == cell.task])
-            record = like | measured | {"seconds": round(time.perf_counter() - began, 2)} | about
-            records.append_record(file, record)
-        earlier.append(record)
-        yield record
+                lines = file.read_text(encoding="utf-8-sig").split("\n")
+                rows += [json.loads(line) for line in lines if line.strip()]
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be read ({error}); give another file") from error
+    if not rows:
+        raise ValueError(f"{file} has no rows; give another file, or another --data_dir")
+    return rows
+
+
+class Question(NamedTuple):
+    """Which of the continuations, each after one space, is the most likely one?"""
+
+    context: str
+    continuations: list[str]
+    gold: int  # index of the right one
+
+
+Subjects = dict[str, list[Question]]  # questions by their subject
+
+
+def read_question(task: Task, row: dict) -> tuple[str, Question]:
+    """The subject of a row, and its question alone: choices continue it, or their letters do."""
+    if task.hub == ARC:  # labels are A to E or 1 to 5: the place of the key among them counts
+        subject, text, choices = "", row["question"], row["choices"]["text"]
+        gold = row["choices"]["label"].index(row["answerKey"])
+    else:
+        subject, text, choices = row["subject"], row["question"].strip(), row["choices"]
+        gold = row["answer"]
+    if not (len(choices) > 1 and gold in range(len(choices))):
+        raise ValueError
+    names = list(LETTERS[: len(choices)])
+    lines = [name + ". " + choice + "\n" for name, choice in zip(names, choices, strict=True)]
+    if task.letters:
+        return subject, Question(text + "\n" + "".join(lines) + "Answer:", names, gold)
+    return subject, Question("Question: " + text + "\nAnswer:", choices, gold)
+
+
+def load_subjects(task: Task, split: str, data_dir: str) -> Subjects:
+    """Subject -> its questions, in the order of the rows. ARC has one subject, which is empty."""
+    subjects: Subjects = {}
+    for number, row in enumerate(read_split(task.hub, task.config, split, data_dir), 1):
+        try:
+            subject, question = read_question(task, row)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            problem = f"{task.config} {split} is not of the schema of {task.hub}"
+            raise ValueError(f"row {number} of {problem}: {str(row)[:300]}") from None
+        subjects.setdefault(subject, []).append(question)
+    return subjects
+
+
+@cache
+def load_questions(name: str, num_fewshot: int, limit: int, data_dir: str) -> Subjects:
+    """Subject -> its first `limit` questions (0: all), with description and solved examples.
+
+    As in the harness, the examples are the first of the dev split, or one generator draws them from
+    the train split for one question after the other. So a limit changes no question before it.
+    """
+    task, rng = TASKS[name], random.Random(FEWSHOT_SEED)
+    examples = load_subjects(task, task.examples, data_dir) if num_fewshot else {}
+    subjects = load_subjects(task, "test", data_dir)
+    for subject, questions in subjects.items():
+        solved = [f"{q.context} {q.continuations[q.gold]}\n\n" for q in examples.get(subject, [])]
+        if len(solved) < num_fewshot:
+            count = f"{name} {subject} has only {len(solved)} examples"
+            raise ValueError(f"{count}, num_fewshot is {num_fewshot}; lower it")
+        description = task.description.format(subject.replace("_", " "))
+        subjects[subject] = []
+        for q in questions[: limit or None]:
+            drawn = task.examples == "train"
+            shots = rng.sample(solved, num_fewshot) if drawn else solved[:num_fewshot]
+            prompt = description + "".join(shots) + q.context
+            subjects[subject].append(q._replace(context=prompt))
+    return subjects
+
+
+# ---- multiple choice: scores
+
+
+class Prompt(NamedTuple):
+    """An encoded question: a row of tokens for each choice, of which those from `first` count."""
+
+    rows: list[list[int]]
+    first: int
+
+
+def encode_question(enc: tiktoken.Encoding, question: Question, bos: bool) -> Prompt:
+    """Context and continuation are encoded together. Space at the end of the context belongs to the
+    continuation."""
+    skip = 0 if bos else 1
+    first = len(encode_document(enc, question.context.rstrip())[skip:])
+    texts = [f"{question.context} {continuation}" for continuation in question.continuations]
+    rows = [encode_document(enc, text)[skip:] for text in texts]
+    assert all(0 < first < len(row) for row in rows), f"a span to score is empty: {question}"
+    return Prompt(rows, first)
+
+
+def shared_beginning(prompts: list[Prompt]) -> int:
+    """How many first tokens all rows have in common. The last token of a context never counts,
+    because the first scored token is predicted there."""
+    return len(os.path.commonprefix([row[: p.first - 1] for p in prompts for row in p.rows]))
+
+
+def make_batches(prompts: list[Prompt], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of prompts with equally many choices and contexts of about the same length."""
+    batch: list[int] = []
+    for i in sorted(range(len(prompts)), key=lambda i: (len(prompts[i].rows), prompts[i].first)):
+        rows = [row for j in (*batch, i) for row in prompts[j].rows]
+        equal = all(len(prompts[j].rows) == len(prompts[i].rows) for j in batch)
+        if batch and (len(rows) * max(map(len, rows)) > batch_tokens or not equal):
+            yield batch
+            batch = []
+        batch.append(i)
+    yield batch
+
+
+def score_batch(model: GPT, prompts: list[Prompt], start: KVCache) -> np.ndarray:
+    """Log-likelihoods of the choices of Q questions with C choices each, (Q, C).
+
+    The cache `start` holds what all questions begin with. What the choices of a question share is
+    computed once. Rows are padded on the right, where a causal model cannot see it.
+    """
+    Q, C = len(prompts), len(prompts[0].rows)
+    rows = [torch.tensor(row) for p in prompts for row in p.rows]
+    idx = pad_sequence(rows, batch_first=True).to(model.embedding.weight.device)  # (QC, T)
+    shared = min(shared_beginning([p]) for p in prompts)
+    kv = start.fork(Q)
+    if shared > kv.used:
+        prefill(model, idx[::C, kv.used : shared], kv)
+    kv = kv.fork(Q * C)
+    log_p = score(model, idx[:, kv.used :], idx.shape[1] - shared - 1, kv)[0].cpu().double()
+    log_p = nn.functional.pad(log_p, (shared + 1, 0))
+    spans = [(p.first, len(row)) for p in prompts for row in p.rows]
+    sums = [row[a:b].sum().item() for row, (a, b) in zip(log_p, spans, strict=True)]
+    return np.reshape(sums, (Q, C))
+
+
+def score_prompts(run: Run, prompts: list[Prompt], batch_tokens: int, advance: Advance) -> list:
+    """For every prompt the log-likelihoods of its choices in nats, (C,)."""
+    length = max(len(row) for p in prompts for row in p.rows) - 1
+    start = KVCache(run.model, 1, length, dtype=torch.float32)
+    if shared := shared_beginning(prompts):
+        beginning = torch.tensor([prompts[0].rows[0][:shared]])
+        prefill(run.model, beginning.to(run.model.embedding.weight.device), start)
+    scores: dict[int, np.ndarray] = {}
+    for batch in make_batches(prompts, batch_tokens):
+        log_p = score_batch(run.model, [prompts[i] for i in batch], start)
+        scores.update(zip(batch, log_p, strict=True))
+        advance(len(batch) * QUESTION)
+    return [scores[i] for i in range(len(prompts))]
+
+
+def choose(question: Question, log_p: np.ndarray) -> tuple[int, int]:
+    """The choice by the sum (acc), and by the sum per character (acc_norm). Ties: the first."""
+    with np.errstate(divide="ignore"):  # an empty choice is -inf per character, so never chosen
+        per_character = log_p / [len(text) for text in question.continuations]
+    return int(log_p.argmax()), int(per_character.argmax())
+
+
+def measure_choices(run: Run, cfg: DownstreamConfig, questions: list, advance: Advance, *_) -> dict:
+    """Counts and accuracies over the questions of one subject."""
+    prompts = [encode_question(run.enc, question, cfg.bos) for question in questions]
+    scores = score_prompts(run, prompts, cfg.batch_tokens, advance)
+    chosen = np.array([choose(q, log_p) for q, log_p in zip(questions, scores, strict=True)])
+    gold = np.array([question.gold for question in questions])
+    right, right_norm = (chosen == gold[:, None]).sum(0).tolist()
+    letters = len(LETTERS)
+    counts = {
+        "n": len(questions),
+        "right": right,
+        "right_norm": right_norm,
+        "guessed": sum(1 / len(q.continuations) for q in questions),  # right by blind guesses
+        "longer": sum(max(map(len, p.rows)) > run.trained for p in prompts),  # than in training
+        "chosen": np.bincount(chosen[:, 0], minlength=letters).tolist(),  # A, B, ... by the sum
+        "gold": np.bincount(gold, minlength=letters).tolist(),
+    }
+    return pool_subjects([counts])
+
+
+def pool_subjects(groups: list[dict]) -> dict:
+    """Counts of several subjects added up, so that each weighs by its size. The standard errors are
+    the harness's, from the pooled variance inside the subjects (None for 0 / 0)."""
+    keys = ("n", "right", "right_norm", "guessed", "longer", "chosen", "gold")
+    total = {key: np.sum([group[key] for group in groups], axis=0).tolist() for key in keys}
+    n, free = total["n"], total["n"] - len(groups)
+    for name, key in (("acc", "right"), ("acc_norm", "right_norm")):
+        squares = sum(g[key] * (1 - g[key] / g["n"]) for g in groups)  # n p (1 - p) of each subject
+        total[name] = total[key] / n
+        total[f"{name}_stderr"] = math.sqrt(squares / free / n) if free else None
+        total[f"{name}_interval_95"] = [round(x, 4) for x in runs.wilson(total[key], n)]
+    return total | {"chance": total["guessed"] / n}
+
+
+# ---- cells
+
+
+def perplexity_cells(run: Run, cfg: DownstreamConfig) -> Iterator[Cell]:
+    """The curve by position, and a cell per context."""
+    cfg.source = cfg.source or str(run.saved.get("data", ""))  # the first run's, for all runs
+    documents = read_documents(run, cfg)
+    fill_lengths(cfg, documents, run.trained)
+    config = {"source": cfg.source, "window_attention": cfg.window_attention, "set": cfg.set}
+    idx = cut_windows(documents, cfg.length, cfg.length, cfg.documents)
+    own = config | {"length": cfg.length, "average": cfg.average, "data": runs.digest(idx.numpy())}
+    identity, measure = {"metric": "perplexity", "config": own}, partial(by_position, run, cfg, idx)
+    yield Cell(identity, "perplexity by position", len(idx) * cost(cfg.length), measure)
+    idx = cut_windows(documents, cfg.contexts[-1], cfg.stride, -(-cfg.targets // cfg.stride))
+    config |= {"stride": cfg.stride, "data": runs.digest(idx.numpy())}
+    for context in cfg.contexts:
+        identity = {"metric": "perplexity", "config": config | {"context": context}}
+        measure = partial(by_context, run, cfg, idx, context)
+        yield Cell(identity, f"perplexity at {context:,}", len(idx) * cost(context), measure)
+
+
+def choice_cells(run: Run, cfg: DownstreamConfig, task: str) -> Iterator[Cell]:
+    """A cell per subject, and their mean if there are several."""
+    num_fewshot = TASKS[task].shots if cfg.num_fewshot < 0 else cfg.num_fewshot
+    subjects = load_questions(task, num_fewshot, cfg.limit, cfg.data_dir)
+    config = {"num_fewshot": num_fewshot, "limit": cfg.limit, "bos": cfg.bos}
+    config |= {"window_attention": cfg.window_attention, "set": cfg.set}
+    for subject, questions in subjects.items():
+        own = {"subject": subject, "data": runs.digest(json.dumps(questions).encode())}
+        identity = {"metric": task, "config": config | own}
+        measure = partial(measure_choices, run, cfg, questions)
+        yield Cell(identity, f"{task} {subject}", len(questions) * QUESTION, measure)
+    if len(subjects) > 1:
+        own = {"subject": "mean by size", "data": runs.digest(json.dumps(subjects).encode())}
+        identity = {"metric": task, "config": config | own}
+        yield Cell(identity, task, 0, lambda _, earlier: pool_subjects(earlier[-len(subjects) :]))
 
 
 # ---- tables and the picture
 
 
-def percent(record: dict, name: str) -> str:
+def format_accuracy(record: dict, name: str) -> str:
     error = record[f"{name}_stderr"]
     return f"{100 * record[name]:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
-def shares(counts: list[int]) -> str:
-    """Per cent of A/B/..., as far as there are any."""
-    last = max(i for i, c in enumerate(counts) if c)
-    return "/".join(f"{100 * c / sum(counts):.0f}" for c in counts[: last + 1])
+def format_shares(counts: list[int]) -> str:
+    """Per cent of A/B/..., up to the last one that occurs."""
+    last = max(np.flatnonzero(counts))
+    return "/".join(f"{100 * count / sum(counts):.0f}" for count in counts[: last + 1])
 
 
-def choice_table(results: dict[str, list[dict]]) -> str:
-    rows = [["run", "task", "n", "acc %", "acc_norm %", "chance %", "longer", "chosen %", "right %"]]
-    for run, r in ((run, r) for run, found in results.items() for r in found):
-        task = f"{r['metric']} {r['config']['subject']}".strip()
-        numbers = [f"{r['n']:,}", percent(r, "acc"), percent(r, "acc_norm"), f"{100 * r['chance']:.1f}"]
-        rows.append([name_of(run, results), task, *numbers, f"{r['longer']:,}", shares(r["chosen"]), shares(r["gold"])])
-    legend = "± one standard error; longer: than the training length; chosen (by the sum) and right: shares of A/B/..."
-    return f"{records.aligned(rows)}\n{legend}"
-
-
-def perplexity_table(results: dict[str, list[dict]]) -> str:
-    """By context; the curve, a run's first record, is for the picture."""
-    rows = [["run", "context", "targets", "nats a token", "perplexity", "bits a byte"]]
-    for run, r in ((run, r) for run, found in results.items() for r in found[1:]):
-        nats = f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"
-        context, n, perplexity = f"{r['config']['context']:,}", f"{r['n']:,}", f"{r['perplexity']:.3f}"
-        rows.append([name_of(run, results), context, n, nats, perplexity, f"{r['bits_per_byte']:.4f}"])
-    return f"{records.aligned(rows)}\n± 95% interval; at every context the targets are the same"
-
-
-def draw(results: dict[str, list[dict]], file: Path) -> None:
-    """Perplexity by position, and by context for the same targets; one curve a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot as plt
+def draw(records: list[tuple[str, dict]], file: Path) -> None:
+    """Perplexity by position, and by context for the same targets, with a curve for each run."""
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharex=True, sharey=True, layout="constrained")
-    left, right = axes
-    for (run, (curve, *points)), (marker, line) in zip(results.items(), records.STYLES * len(results), strict=False):
-        style = {"marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1}
-        middle = (np.arange(len(curve["nll"])) + 0.5) * curve["config"]["average"]
-        left.plot(middle, np.exp(curve["nll"]), markevery=0.15, label=name_of(run, results), **style)
-        if points:
-            y, ends = np.array([p["perplexity"] for p in points]), np.exp([p["interval_95"] for p in points]).T
-            right.errorbar([p["config"]["context"] for p in points], y, np.abs(ends - y), capsize=3, **style)
-    curve, *points = next(iter(results.values()))
-    trained = curve["training_length"]
-    for axis in axes:
-        axis.axvline(trained, color="grey", linewidth=1)
-        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
-        axis.annotate("training length ", (trained, 0.98), color="grey", **place)
-        axis.set(xscale="log", yscale="log")
-        axis.xaxis.minorticks_off()
-        axis.tick_params(axis="x", rotation=30)
-    ticks = [trained * 2**k for k in range(-8, 20) if left.get_xlim()[0] <= trained * 2**k <= left.get_xlim()[1]]
-    left.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    figure = Figure((11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    curves, styles = [(run, r) for run, r in records if "length" in r["config"]], runs.STYLES
+    for (run, r), (marker, line) in zip(curves, itertools.cycle(styles)):
+        middle = (np.arange(len(r["nll"])) + 0.5) * r["config"]["average"]
+        style = {"marker": marker, "linestyle": line, "markevery": 0.15, "label": run}
+        left.plot(middle, np.exp(r["nll"]), **style)
+    left.axvline(r["training_length"], color="grey", linewidth=1, label="training length")
+    left.set(yscale="log", ylabel="perplexity per token", xlabel="position (tokens)")
+    left.set_title(f"by position: {r['n']:,} tokens, means of {r['config']['average']:,}")
+    left.tick_params(axis="x", rotation=30)
     left.yaxis.set_major_formatter(LogFormatter())
     left.yaxis.set_minor_formatter(LogFormatter())
-    left.set(xlabel="position in the document (tokens)", ylabel="perplexity per token")
-    left.set_title(f"by position: {curve['n']:,} tokens, means of {curve['config']['average']:,}")
-    figure.legend(loc="outside upper center", ncols=min(5, len(results)))
-    right.set(xlabel="longest context of a target (tokens)")
-    if points:
-        right.set_title(f"by context: the same {points[0]['n']:,} targets, 95% intervals")
+    points: dict[str, list[tuple]] = {run: [] for run, _ in curves}
+    for run, r in records:
+        if "context" in r["config"]:
+            values = np.exp([r["nll"], *r["interval_95"]])
+            points[run].append((r["config"]["context"], *values))
+    runs.draw_curves(right, points, r["training_length"])
+    right.set(title="by context: the same targets, 95% intervals", xlabel="context (tokens)")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
 def report(results: dict[str, list[dict]]) -> None:
-    """Prints the tables of all results and saves the picture in the first run's folder."""
-    curves = {run: [r for r in found if r["metric"] == "perplexity"] for run, found in results.items()}
-    choices = {run: [r for r in found if r["metric"] != "perplexity"] for run, found in results.items()}
-    curves, choices = ({run: found for run, found in kind.items() if found} for kind in (curves, choices))
-    if curves:
-        file = folder_of(next(iter(results))) / "perplexity.png"
-        draw(curves, file)
-        print(f"{perplexity_table(curves)}\nsaved {file}")
-    if choices:
-        print(choice_table(choices))
-    print("records in " + ", ".join(f"{folder_of(run)}/" for run in results))
-
-
-def prepare(cfg: DownstreamConfig, runs: list[str]) -> tuple[DownstreamConfig, dict[str, dict[str, list[Question]]]]:
-    """The config with the lengths and the source that all runs share, and the questions of every task; after
-    everything was read and checked for every run. Raises ValueError or OSError, in one sentence."""
-    first = records.load_run(runs[0], torch.device("cpu"), cfg)
-    if "perplexity" in cfg.tasks:
-        cfg = replace(cfg, source=cfg.source or str(first.saved.get("data", "")))
-        cfg = with_lengths(cfg, read_documents(first, cfg), first.trained)
-    source = cfg.num_fewshot, cfg.limit, cfg.data_dir
-    questions = {task: load_questions(task, *source) for task in cfg.tasks if task != "perplexity"}
-    for run in runs:
-        make_cells(records.load_run(run, torch.device("cpu"), cfg), cfg, questions)
-    return cfg, questions
+    """Print the tables, and save the picture in the first run's folder."""
+    records = [(runs.name_of(path, results), r) for path, rs in results.items() for r in rs]
+    contexts = [["run", "context", "targets", "nats a token", "perplexity", "bits a byte"]]
+    heads = "run, task, n, acc %, acc_norm %, chance %, longer, chosen %, right %"
+    choices = [heads.split(", ")]
+    for run, r in records:
+        if "context" in r["config"]:
+            nats = f"{r['nll']:.4f} ± {r['interval_95'][1] - r['nll']:.4f}"
+            row = [run, f"{r['config']['context']:,}", f"{r['n']:,}", nats]
+            contexts.append([*row, f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"])
+        elif "subject" in r["config"]:
+            row = [run, f"{r['metric']} {r['config']['subject']}".strip(), f"{r['n']:,}"]
+            row += [format_accuracy(r, "acc"), format_accuracy(r, "acc_norm")]
+            row += [f"{100 * r['chance']:.1f}", f"{r['longer']:,}"]
+            choices.append([*row, format_shares(r["chosen"]), format_shares(r["gold"])])
+    if "perplexity" in {r["metric"] for _, r in records}:
+        file = runs.folder_of(next(iter(results))) / "perplexity.png"
+        draw(records, file)
+        print(
+            f"{runs.aligned(contexts)}\n± 95% interval; at every context the targets are the same"
+        )
+        print(f"saved {file}")
+    if choices[1:]:
+        print(runs.aligned(choices))
+        print("± one standard error; longer: than the training length;", end=" ")
+        print("chosen (by the sum) and right: shares of A/B/...")
 
 
 def main() -> None:
-    (cfg,), runs = configurator.parse([DownstreamConfig], sys.argv[1:], __doc__, positional="runs")
-    runs = records.distinct(runs or [str(records.PRETRAINED)])
-    with user_errors():
-        device, _ = pick_device(cfg.device)
-        cfg, questions = prepare(cfg, runs)
-    results, stopped = records.collect(runs, lambda run: evaluate(run, cfg, questions, device))
-    if results:
-        report(results)
-    if stopped:
-        sys.exit(130)
+    (cfg,), paths = configurator.parse([DownstreamConfig], sys.argv[1:], __doc__, positional="runs")
+    with user_errors():  # all mistakes show before the work begins
+        plan: list[tuple[Run, list[Cell]]] = [(run, []) for run in runs.load_runs(paths, cfg)]
+        for run, cells in plan:
+            for task in cfg.tasks:
+                choice = task != "perplexity"
+                cells += choice_cells(run, cfg, task) if choice else perplexity_cells(run, cfg)
+    runs.evaluate(plan, cfg, report)
 
 
 if __name__ == "__main__":

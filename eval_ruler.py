@@ -1,76 +1,75 @@
-"""RULER's needle-in-a-haystack tasks: eight ways to hide short facts in a long text and to ask for them at its end.
+"""RULER's needle-in-a-haystack tasks: eight ways to hide short facts in a long text.
 
-python eval_ruler.py                                                   # the model that comes with the program
-python eval_ruler.py out/ggd_bam_cpu                                   # 1x to 16x the training length
+python eval_ruler.py                                              # the pretrained model
+python eval_ruler.py out/ggd_bam_cpu                              # 1x to 16x the training length
 python eval_ruler.py out/a out/b --tasks=niah_single_1 --lengths=4096,131072 --samples=500
-python eval_ruler.py --dry_run --tokenizer=gpt2 --lengths=4096         # one prompt a task, to look at
+python eval_ruler.py --dry_run --tokenizer=gpt2 --lengths=4096    # one prompt a task, to look at
 
-Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv 2404.06654). The score
-is the share of the expected values that stand in a greedily generated text. Besides it the answer is scored as in the
-passkey test: right if each of its tokens is the most likely one, given the true ones before it.
+Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv
+2404.06654). The score is the share of the expected values that stand in a greedily generated text.
+The answer is also scored as in the passkey test: right if each of its tokens is the most likely
+one, given the true ones before it.
 """
 
 import configurator
-from configurator import fail, user_errors
+from configurator import user_errors
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal, NamedTuple
 
-import numpy as np
 import tiktoken
 import torch
-from tqdm import tqdm
 
-import records
-from device import pick_device
-from eval_passkey import MULTIPLES, cell, cost
+import runs
+from data import encode_document, get_tokenizer
 from needles import ADJECTIVES, BUDGET, NOUNS, TASKS, Sample, make_sample, read_essay, shortest
+from runs import Cell, EvalConfig, Run, cost
 from streaming import KVCache, generate, score
-from tokenizer import encode_document, get_tokenizer
 
-STEP = 10**5  # work of generating a token in the units of cost(), as measured with the laptop model on a CPU
+STEP = 10**5  # work of generating a token in the units of cost(): the laptop model's on a CPU
 
 
 @dataclass
-class RulerConfig(records.Changes):
-    """What to ask. Raises ValueError, in one sentence, if it makes no sense."""
+class RulerConfig(EvalConfig):
+    """What to ask."""
 
     tasks: tuple[str, ...] = tuple(TASKS)  # which of the eight
-    lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and the answer's budget included; none given: 1x, 2x, 4x,
-    # 8x and 16x the training length of the first run
+    lengths: tuple[int, ...] = ()  # in tokens, <|endoftext|> and the answer's budget included; none
+    # given: 1x, 2x, 4x, 8x and 16x the training length of the first run
     samples: int = 50  # prompts a cell; RULER has 500, for which a laptop needs hours
     seed: int = 42  # draws keys, values and depths
-    haystack_file: str = ""  # a text for the tasks that hide needles in an essay; none given: data/pydocs/pydocs.txt
-    resume: bool = False  # go on behind the cells that are in the records
+    haystack_file: str = ""  # a text for the tasks that hide needles in an essay; none given:
+    # data/pydocs/pydocs.txt
     dry_run: bool = False  # print one prompt a task with its token counts, and evaluate nothing
-    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # of --dry_run without a run; auto: the run's
-    device: str = "auto"  # auto, cpu, cuda, ...
+    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # of --dry_run without a run; auto: the
+    # run's
 
     def __post_init__(self):
-        strangers = [task for task in self.tasks if task not in TASKS]
-        if strangers or not self.tasks:
-            raise ValueError(f"tasks has {', '.join(strangers) or 'none'}; choose from {', '.join(TASKS)}")
         super().__post_init__()
-        records.check_range("samples", 1, self.samples)
-        records.check_range("lengths", 1, *self.lengths)
+        strangers = ", ".join(task for task in self.tasks if task not in TASKS)
+        if strangers or not self.tasks:
+            raise ValueError(f"tasks has {strangers or 'none'}; choose from {', '.join(TASKS)}")
+        runs.check_range("samples", 1, self.samples)
+        runs.check_range("lengths", 1, *self.lengths)
+
+
+# ---- score
 
 
 def string_match_all(text: str, values: list[str]) -> float:
-    """RULER's score, 0 to 1: the share of the values that occur in the text; upper and lower case are the same."""
+    """RULER's score: the share of the values that occur in the text, in whatever case."""
     return sum(value.lower() in text.lower() for value in values) / len(values)
 
 
 class Outcome(NamedTuple):
     score: float  # RULER's, 0 to 1
-    right: list[bool]  # token by token of the answer: is it the most likely one, given the true ones before it?
+    right: list[bool]  # by token of the answer: is it the most likely one, given the true ones?
     nats: float  # -ln of the whole answer's probability
 
 
-def ask(run: records.Run, sample: Sample) -> Outcome:
+def ask(run: Run, sample: Sample) -> Outcome:
     """Let a model answer greedily, and score the expected answer token by token."""
     enc, device, prompt = run.enc, run.model.embedding.weight.device, sample.tokens
     whole = encode_document(enc, sample.prompt + sample.prefix + sample.answer)
@@ -78,75 +77,74 @@ def ask(run: records.Run, sample: Sample) -> Outcome:
     answer = torch.tensor([whole[len(prompt) :]])
     cache = KVCache(run.model, 1, len(prompt) + max(answer.shape[1], BUDGET[enc.name]))
     log_p, best = score(run.model, torch.tensor([whole], device=device), answer.shape[1], cache)
-    cache.rewind(len(prompt) - 1)  # and go on from the prompt's last token, without the answer
+    cache.rewind(len(prompt) - 1)  # generate from the prompt's last token, without the answer
     last = torch.tensor([prompt[-1:]], device=device)
     new = generate(run.model, last, BUDGET[enc.name], stop=enc.eot_token, cache=cache)[0].tolist()
     text = enc.decode([token for token in new if token < enc.n_vocab])
-    return Outcome(string_match_all(text, sample.values), (best.cpu() == answer)[0].tolist(), -log_p.sum().item())
+    right = (best.cpu() == answer)[0].tolist()
+    return Outcome(string_match_all(text, sample.values), right, -log_p.sum().item())
 
 
-def result(outcomes: list[Outcome]) -> dict:
-    """The numbers of a cell. A mean of scores between 0 and 1 spreads at most as much as a proportion with that mean,
-    so Wilson's interval is wide enough for it."""
+def count_outcomes(outcomes: list[Outcome]) -> dict:
+    """The numbers of a cell. A mean of scores between 0 and 1 spreads at most as much as a
+    proportion with that mean, so Wilson's interval is wide enough for it."""
     n, right = len(outcomes), [token for o in outcomes for token in o.right]
     correct, exact = sum(o.score for o in outcomes), sum(all(o.right) for o in outcomes)
     return {
         "correct": correct,  # RULER's score is 100 * correct / n
         "n": n,
-        "interval_95": [round(x, 4) for x in records.wilson(correct, n)],
+        "interval_95": [round(x, 4) for x in runs.wilson(correct, n)],
         "exact": exact,  # answers with every token right
-        "exact_interval_95": [round(x, 4) for x in records.wilson(exact, n)],
+        "exact_interval_95": [round(x, 4) for x in runs.wilson(exact, n)],
         "tokens_right": round(sum(right) / len(right), 4),
         "nats_per_token": round(sum(o.nats for o in outcomes) / len(right), 4),
     }
 
 
-def digest(lines: Sequence[str]) -> str:
-    return records.digest("\n".join(lines).encode())
+# ---- cells
 
 
-def cells_of(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
-    """What identifies the record of each task and length; `needs` is the least length that holds all the prompts."""
+def measure(
+    run: Run, cfg: RulerConfig, essay: list[str], cell: dict, work: int, advance, earlier
+) -> dict:
+    outcomes = []
+    for index in range(cfg.samples if cell["needs"] <= cell["length"] else 0):
+        where = cell["task"], cfg.seed, index, cell["length"]
+        outcomes.append(ask(run, make_sample(*where, run.enc, essay)))
+        advance(work)
+    return count_outcomes(outcomes) if outcomes else {"n": 0}
+
+
+def digest_lines(lines: list[str]) -> str:
+    return runs.digest("\n".join(lines).encode())
+
+
+def make_cells(run: Run, cfg: RulerConfig, lengths: list[int], essay: list[str]) -> list[Cell]:
+    """A cell a task and length; `needs` is the least length that holds all the prompts."""
+    cells, enc = [], run.enc
     for name in dict.fromkeys(cfg.tasks):
         haystack, keys, needs = *TASKS[name][:2], shortest(name, cfg.seed, cfg.samples, enc, essay)
-        haystack += f", sha256 {digest(essay)}" if haystack == "essay" else ""
-        keys += f", sha256 {digest(ADJECTIVES + NOUNS)}" if keys == "words" else ""
+        haystack += f", sha256 {digest_lines(essay)}" if haystack == "essay" else ""
+        keys += f", sha256 {digest_lines(ADJECTIVES + NOUNS)}" if keys == "words" else ""
         config = {"samples": cfg.samples, "seed": cfg.seed, "answer_tokens": BUDGET[enc.name]}
-        config |= {"haystack": haystack, "keys": keys, "window_attention": cfg.window_attention, "set": cfg.set}
+        config |= {"haystack": haystack, "keys": keys}
+        config |= {"window_attention": cfg.window_attention, "set": cfg.set}
         for length in lengths:
-            yield {"metric": "ruler", "task": name, "length": length, "needs": needs, "config": config}
+            cell = {"metric": "ruler", "task": name, "length": length}
+            cell |= {"needs": needs, "config": config}
+            work = cost(length) + BUDGET[enc.name] * STEP if needs <= length else 0  # of a sample
+            label, measuring = f"{name}, {length:,} tokens", partial(measure, run, cfg, essay)
+            cells.append(Cell(cell, label, cfg.samples * work, partial(measuring, cell, work)))
+    return cells
 
 
-def evaluate(path: str, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> Iterator[dict]:
-    """One run: a record for each task and length, appended to its eval/ruler.jsonl as soon as it is there."""
-    with user_errors():
-        run = records.load_run(path, pick_device(cfg.device)[0], cfg)
-    file, about = records.folder_of(path) / "ruler.jsonl", records.origin(run)
-    cells = list(cells_of(run.enc, cfg, lengths, essay))
-    done = [cfg.resume and records.finished(file, c | {"weights": about["weights"]}) for c in cells]
-    work = [cost(c["length"]) + BUDGET[run.enc.name] * STEP if c["needs"] <= c["length"] else 0 for c in cells]
-    total = cfg.samples * sum(w for w, record in zip(work, done, strict=True) if not record)
-    bar = tqdm(total=total, desc=records.name_of(path), bar_format=records.BAR, disable=None)
-    for c, w, record in zip(cells, work, done, strict=True):
-        if not record:
-            began, outcomes = time.perf_counter(), []
-            bar.set_postfix_str(f"{c['task']}, {c['length']:,} tokens")
-            for index in range(cfg.samples if w else 0):
-                sample = make_sample(c["task"], cfg.seed, index, c["length"], run.enc, essay)
-                outcomes.append(ask(run, sample))
-                bar.update(w)
-            numbers = result(outcomes) if outcomes else {"n": 0}
-            record = c | numbers | {"seconds": round(time.perf_counter() - began, 2)} | about
-            records.append_record(file, record)
-        yield record
-    bar.close()
+# ---- report
 
 
-# ---- what is shown
-
-
-def show_prompts(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int], essay: list[str]) -> None:
-    """The first prompt of each task at the first length that can hold it; with no lengths given, at the shortest."""
+def show_prompts(
+    enc: tiktoken.Encoding, cfg: RulerConfig, lengths: list[int], essay: list[str]
+) -> None:
+    """Each task's first prompt at the first length that holds it; with none, at the shortest."""
     for name in dict.fromkeys(cfg.tasks):
         needs, budget = shortest(name, cfg.seed, 1, enc, essay), BUDGET[enc.name]
         length = next((n for n in lengths or [needs] if n >= needs), None)
@@ -154,87 +152,73 @@ def show_prompts(enc: tiktoken.Encoding, cfg: RulerConfig, lengths: Sequence[int
             print(f"==== {name}: n/a: needs at least {needs:,} tokens\n")
             continue
         sample = make_sample(name, cfg.seed, 0, length, enc, essay)
-        used, depths = len(sample.tokens), ", ".join(f"{needle.depth:.2f}" for needle in sample.needles)
-        print(f"==== {name} at {length:,} tokens: prompt {used:,} + answer {budget} = {used + budget:,}")
-        print(f"==== needles at depth {depths}, expected:{sample.answer}\n{sample.prompt}{sample.prefix}\n")
+        used = len(sample.tokens)
+        depths = ", ".join(f"{needle.depth:.2f}" for needle in sample.needles)
+        print(f"==== {name} at {length:,} tokens: ", end="")
+        print(f"prompt {used:,} + answer {budget} = {used + budget:,}")
+        print(f"==== needles at depth {depths}, expected:{sample.answer}")
+        print(f"{sample.prompt}{sample.prefix}\n")
 
 
-def shown(record: dict) -> str:
-    """A cell of the table: score with interval / exact answers / right tokens."""
+def format_cell(record: dict) -> str:
+    """Score with interval / exact answers / right tokens."""
     if not record["n"]:
         return f"n/a: needs at least {record['needs']:,} tokens"
-    return f"{cell(record)} / {100 * record['exact'] / record['n']:.0f}% / {100 * record['tokens_right']:.0f}%"
+    exact, tokens = 100 * record["exact"] / record["n"], 100 * record["tokens_right"]
+    return f"{runs.format_share(record)} / {exact:.0f}% / {tokens:.0f}%"
 
 
-def table(found: list[dict]) -> str:
-    """A row a task, a column a length."""
-    cells = {(r["task"], r["length"]): shown(r) for r in found}
-    names, lengths = dict.fromkeys(r["task"] for r in found), sorted({r["length"] for r in found})
-    rows = [[name, *(cells.get((name, n), "") for n in lengths)] for name in names]
-    return records.aligned([["task", *(f"{n:,}" for n in lengths)], *rows])
+def report(results: dict[str, list[dict]]) -> None:
+    """A table a run, and ruler.png: score by length, a panel a task, a curve a run."""
+    from matplotlib.figure import Figure
 
-
-def draw_curves(results: dict[str, list[dict]], file: Path) -> None:
-    """Score by length, a panel a task, a curve a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot as plt
-
-    points = [r | {"run": run} for run, found in results.items() for r in found if r["n"]]
-    names, lengths = list(dict.fromkeys(r["task"] for r in points)), sorted({r["length"] for r in points})
-    rows = 1 + (len(names) > 4)
-    columns = -(-len(names) // rows)
-    figure = plt.figure(figsize=(3 + 3 * columns, 1 + 2.8 * rows), layout="constrained")
-    for place, name in enumerate(names, start=1):
-        axis = figure.add_subplot(rows, columns, place, title=name)
-        for run, (marker, line) in zip(results, records.STYLES * len(results), strict=False):
-            curve = [r for r in points if (r["task"], r["run"]) == (name, run)]
-            x, y = [r["length"] for r in curve], [100 * r["correct"] / r["n"] for r in curve]
-            bars = np.abs(100 * np.reshape([r["interval_95"] for r in curve], (-1, 2)).T - y)
-            axis.errorbar(x, y, bars, marker=marker, linestyle=line, capsize=3, label=records.name_of(run, results))
-        axis.axvline(points[0]["training_length"], color="grey", linewidth=1)
-        axis.set(xscale="log", ylim=(-4, 104))
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
-        axis.minorticks_off()
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
+    panels: dict[str, dict[str, list[dict]]] = {}
+    for run, records in results.items():
+        rows: dict[str, list[dict]] = {}
+        for r in records:
+            rows.setdefault(r["task"], []).append(r)
+            if r["n"]:
+                panels.setdefault(r["task"], {run: [] for run in results})[run].append(r)
+        n = records[0]["config"]["samples"]
+        print(f"{runs.name_of(run, results)}, n = {n}: values found ", end="")
+        print("[95% interval] / answers right / tokens right")
+        print(runs.format_by_length("task", rows, format_cell))
+    if not panels:
+        return
+    high = 1 + (len(panels) > 4)
+    wide = -(-len(panels) // high)
+    figure = Figure(figsize=(3 + 3 * wide, 1 + 2.8 * high), layout="constrained")
+    for place, (name, panel) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(high, wide, place, title=name)
+        runs.draw_shares(axis, panel)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right center")
     figure.supxlabel("length in tokens, answer included (grey: training length)", fontsize="medium")
     figure.supylabel("expected values found (%)", fontsize="medium")
-    figure.suptitle(f"RULER, n = {points[0]['n']} a point, bars: 95% intervals")
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    figure.suptitle(f"RULER, n = {n} a point, bars: 95% intervals")
+    picture = runs.folder_of(next(iter(results))) / "ruler.png"
+    figure.savefig(picture, dpi=150)
+    print(f"saved {picture}")
 
 
 def main() -> None:
-    (cfg,), runs = configurator.parse([RulerConfig], sys.argv[1:], __doc__, positional="runs")
+    (cfg,), paths = configurator.parse([RulerConfig], sys.argv[1:], __doc__, positional="runs")
     with user_errors():
-        if cfg.tokenizer != "auto" and (runs or not cfg.dry_run):
+        if cfg.tokenizer != "auto" and (paths or not cfg.dry_run):
             raise ValueError("tokenizer is for --dry_run without a run; a run has its own")
-        runs = records.distinct(runs or [str(records.PRETRAINED)] * (cfg.tokenizer == "auto"))
-        pick_device(cfg.device)
-        essay = read_essay(cfg.haystack_file) if any(TASKS[name].haystack == "essay" for name in cfg.tasks) else []
-        loaded = (records.load_run(run, torch.device("cpu"), cfg) for run in runs)
-        checked = [(run.trained, run.enc) for run in loaded]  # all of them, before the first is tested
-        enc = checked[0][1] if checked else get_tokenizer(cfg.tokenizer)
-    lengths = sorted(set(cfg.lengths)) or [m * trained for m in MULTIPLES for trained, _ in checked[:1]]
-    if cfg.dry_run:
-        return show_prompts(enc, cfg, lengths, essay)
-    encs = {enc.name: enc for _, enc in checked}.values()
-    needs = min(shortest(name, cfg.seed, cfg.samples, enc, essay) for enc in encs for name in cfg.tasks)
-    if max(lengths) < needs:
-        fail(f"lengths end at {max(lengths):,}, and these tasks need at least {needs:,} tokens; give a longer one")
-    results, stopped = records.collect(runs, lambda run: evaluate(run, cfg, lengths, essay))
-    for run, found in results.items():
-        name = records.name_of(run, results)
-        print(f"{name}, n = {cfg.samples}: values found [95% interval] / answers right / tokens right")
-        print(table(found))
-        print(f"records in {records.folder_of(run) / 'ruler.jsonl'}")
-    if any(record["n"] for found in results.values() for record in found):
-        picture = records.folder_of(runs[0]) / "ruler.png"
-        draw_curves(results, picture)
-        print(f"saved {picture}")
-    if stopped:
-        sys.exit(130)
+        needs_essay = any(TASKS[name].haystack == "essay" for name in cfg.tasks)
+        essay = read_essay(cfg.haystack_file) if needs_essay else []
+        loaded = runs.load_runs(paths, cfg) if cfg.tokenizer == "auto" else []
+        default = [m * run.trained for run in loaded[:1] for m in runs.MULTIPLES]
+        lengths = sorted(set(cfg.lengths)) or default
+        if cfg.dry_run:
+            enc = loaded[0].enc if loaded else get_tokenizer(cfg.tokenizer)
+            return show_prompts(enc, cfg, lengths, essay)
+        plan = [(run, make_cells(run, cfg, lengths, essay)) for run in loaded]
+        needs = min(cell.identity["needs"] for _, cells in plan for cell in cells)
+        if needs > lengths[-1]:
+            problem = f"lengths end at {lengths[-1]:,}, and these tasks need at least {needs:,}"
+            raise ValueError(f"{problem} tokens; give a longer one")
+    runs.evaluate(plan, cfg, report)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Positional encodings, looked at: priors over distance, what heads have learned, content x prior = posterior.
+"""Pictures of priors: what they do in theory, what a model's heads have learned, and where heads
+look on a prompt, as content x prior = posterior.
 
-python plot_priors.py                     # the theory, into out/theory, and the model that comes with the program
-python plot_priors.py out/ggd_bam_cpu     # what a model has learned, into out/ggd_bam_cpu/eval
+python plot_priors.py                     # the theory, into out/theory, and the pretrained model
+python plot_priors.py out/ggd_bam_cpu     # a model, into out/ggd_bam_cpu/eval
 python plot_priors.py out/ggd_bam_cpu --prompt=my.txt --needle="words of it to look for"
-python plot_priors.py --readme            # the README's tables and front-page pictures, from the records in results/
 
-The prior is always the one that is added to the scores (s ln n b for GGD with SSMax), and a head is classed by what
-this prior does: a negative s turns it round. Saves pictures, prints a table of the heads, appends a record.
+A prior is drawn as it is added to the scores (for GGD with SSMax: s ln n b), and a head's class
+says what that prior does: a negative s turns it round. Besides the pictures there is a table of the
+heads and a record in eval/priors.jsonl. A function that makes a picture has the name of its file.
 """
 
 import configurator
@@ -15,80 +16,96 @@ from configurator import user_errors
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import tiktoken
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import tqdm
 
-import posteriors
-import records
+import runs
+from data import encode_document, read_text, replacing
 from device import pick_device
-from eval_passkey import PasskeyConfig
-from model import GPT, CausalSelfAttention, ModelConfig
-from posteriors import Head, View, has_prior, head_grid, panels, save
-from records import STYLES, Run, folder_of
+from model import GPT, CausalSelfAttention, ModelConfig, Posterior
+from needles import WORDINGS, make_prompts
+from runs import Run, check_range
+from streaming import KVCache, prefill
 
-BETAS = (2.0, 1.0, 0.5, 0.0, -0.3, -1.0)
-WIDTHS = (512, 8192)  # keys in view, for the effective widths and the grid of priors
+WIDTHS = (512, 8192)  # keys in view, for effective widths and the grid of learned priors
+BETAS = (2.0, 1.0, 0.5, 0.0, -0.3, -1.0)  # of the theory
 LINES = ("-", "--", "-.", ":", (0, (8, 3)), (0, (5, 2, 1, 2, 1, 2)))
+BESIDE = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # where a legend is out of the way
+PARTS = {  # content is broad, so that it shows under a posterior that equals it
+    "prior": {"ls": ":", "color": "#d55e00", "lw": 2, "marker": "s", "ms": 5},
+    "content": {"ls": "-", "color": "#56b4e9", "lw": 4, "marker": "o", "ms": 9},
+    "posterior": {"ls": "-", "color": "black", "lw": 1, "marker": "D", "ms": 4},
+}
+BINS = 256  # runs of keys, in pictures of a whole context
+LAST_QUERIES = 16  # rows of a heat map
+Z_QUERIES = 256  # places along the prompt where ln Z is shown
+FLOOR = 1e-6  # smallest probability drawn
+SCORES_AT_ONCE = 2**22  # float64: 32 MiB
 
 
 @dataclass
 class PlotConfig:
-    """What to draw. Raises ValueError, in one sentence, if it makes no sense."""
+    """What to draw."""
 
-    lengths: tuple[int, ...] = ()  # tokens of the passkey prompts; the longest is drawn; none given: 8192 and its
-    # halves down to the training length
+    lengths: tuple[int, ...] = ()  # tokens of the passkey prompts; the longest is drawn; none
+    # given: 8192 and its halves down to the training length
     depths: int = 5  # prompts per length, the needle at equidistant depths; the middle one is drawn
     seed: int = 1  # draws the keys
     prompt: str = ""  # a text file to look at instead; what follows its last token is the answer
     needle: str = ""  # with prompt: the words of it to mark
-    heads: tuple[str, ...] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the most retrieving
+    heads: tuple[str, ...] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the
+    # most retrieving
     show: int = 3  # how many heads are drawn if none is named
-    readme: bool = False  # write the README's tables and pictures, and nothing else
-    theory_dir: str = "out/theory"  # folder for the theory; the pictures of a run go into its own folder, eval
+    theory_dir: str = "out/theory"  # folder for the theory; a model's pictures go into its own
+    # folder, eval
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
-        self.passkey()  # refuses lengths, depths and seeds that make no sense
-        if self.show < 1:
-            raise ValueError(f"show is {self.show}; it must be at least 1")
+        check_range("lengths", 1, *self.lengths)
+        check_range("depths", 1, self.depths)
+        check_range("seed", 0, self.seed)
+        check_range("show", 1, self.show)
         if bool(self.prompt) != bool(self.needle):
-            raise ValueError("prompt and needle go together: give a text file, and words of it to mark")
-
-    def passkey(self) -> PasskeyConfig:
-        return PasskeyConfig(lengths=self.lengths, depths=self.depths, seeds=(self.seed,))
+            raise ValueError("prompt and needle go together: a text file, and words of it to mark")
 
 
-# Priors --------------------------------------------------------------------------------------------------------------
+# Priors in numbers --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def acting_prior(attn: CausalSelfAttention, n: int) -> Tensor:
-    """What is added to the scores of a query that sees n keys: (H, n) nats by distance, float64; 0 without a prior."""
+    """What is added to the scores of a query that sees n keys: (H, n) nats by distance, float64."""
     prior = attn.log_prior(n)
     if prior is None:
         return torch.zeros(attn.cfg.n_head, n, dtype=torch.float64)
-    return prior.double().cpu() * (math.log(n) if attn.prior_has_row_scale else 1.0)
+    _, row_scale = attn.ssmax(torch.tensor(math.log(n), dtype=torch.float64))
+    return prior.double().cpu() * row_scale
 
 
 def effective_width(prior: Tensor) -> int:
-    """The distance, in tokens, within which 90% of the normalised prior lies; prior (n,) nats."""
+    """The distance in tokens within which 90% of the normalised prior lies; prior (n,) nats."""
     return int((prior.softmax(-1).cumsum(-1) < 0.9).sum())
 
 
-def class_of(prior: Tensor, theta_beta: float) -> str:
-    """The class of a head by what its acting prior (n,) does, with the paper's border at theta_beta = -0.6.
+def classify(prior: Tensor, theta_beta: float) -> str:
+    """What an acting prior (n,) does, with the paper's border at theta_beta = -0.6.
 
-    A prior that falls from its centre, the own token or the one that mu names, is local; the uniform one counts as
-    retrieval, as theta_beta = 0 does in the paper. s < 0, which shows in a positive sum, turns theta_beta < 0 into
-    local, and theta_beta > 0 into a prior that rises up to the beginning of the text: farthest."""
+    One that falls from its centre, the own token or the one that mu names, is local. A uniform one
+    counts as retrieval, as theta_beta = 0 does in the paper. s < 0, which shows in a positive sum,
+    turns theta_beta < 0 into local, and theta_beta > 0 into a prior that rises up to the beginning
+    of the text: farthest."""
     if prior.min() == prior.max():
         return "retrieval"
     if (theta_beta > 0) == (prior.sum() < 0).item():
@@ -96,84 +113,131 @@ def class_of(prior: Tensor, theta_beta: float) -> str:
     return "farthest" if theta_beta > 0 else "aggressive" if theta_beta < -0.6 else "retrieval"
 
 
-def heads_table(model: GPT) -> list[dict[str, Any]]:
-    """One row a head. alpha, in tokens, is None where beta = 0 has none, or where it is beyond any float."""
+def tabulate_heads(model: GPT) -> list[dict]:
+    """A row a head: theta and s, the scale alpha in tokens (None if it is none, as for
+    theta_beta = 0, or beyond any float), class and effective widths, as far as its prior has them.
+    """
     values, rows = model.prior_values(), []
     for layer, block in enumerate(model.blocks):
         priors = {n: acting_prior(block.attn, n) for n in WIDTHS}
         for h in range(model.cfg.n_head):
             row = {"head": f"{layer}.{h}"} | {name: values[name][layer][h] for name in values}
-            if model.cfg.pe == "alibi":
-                row["alpha"] = 1 / block.attn.slopes[h].item()
-            elif model.cfg.pe == "ggd":
+            if {"theta_alpha", "theta_beta"} <= set(row):
                 exponent = -row["theta_alpha"] / (row["theta_beta"] or math.nan)
                 row["alpha"] = math.exp(exponent) if abs(exponent) < 700 else None
-            beta = row.get("theta_beta", 1.0)
-            row["class"] = class_of(priors[WIDTHS[0]][h], beta) if has_prior(model) else "uniform"
-            rows.append(row | {f"width_{n}": effective_width(prior[h]) for n, prior in priors.items()})
+            if model.cfg.pe == "alibi":
+                row |= {"alpha": 1 / block.attn.prior.slopes[h].item(), "class": "local"}
+            elif block.attn.prior is None:
+                row["class"] = "uniform"
+            elif "theta_beta" in row:
+                row["class"] = classify(priors[WIDTHS[0]][h], row["theta_beta"])
+            rows.append(row | {f"width_{n}": effective_width(b[h]) for n, b in priors.items()})
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text; theta_mu only where it is not 0."""
+def format_heads(rows: list[dict]) -> str:
+    """The rows as text, with theta_mu only where it is not 0."""
     names = [name for name in rows[0] if name != "theta_mu" or any(row[name] for row in rows)]
-    cells = [[f"{x:.4g}" if isinstance(x := row[name], float) else str(x) for name in names] for row in rows]
-    return records.aligned([names, *cells]).replace("None", "   -")
+    cells = [
+        [f"{x:.4g}" if isinstance(x, float) else str(x) for x in map(row.get, names)]
+        for row in rows
+    ]
+    return runs.aligned([names, *cells]).replace("None", "   -")
 
 
-# Pictures of priors --------------------------------------------------------------------------------------------------
+# What pictures share ------------------------------------------------------------------------------
 
 
-def style(i: int, n: int, dots: int = 0) -> dict[str, Any]:
-    """Curve i of n, told apart in grey too; a marker every `dots` points. The brightest yellow would fade on paper."""
-    marker = {"marker": STYLES[i % len(STYLES)][0], "markevery": dots, "markersize": 4} if dots else {}
-    return {"color": colormaps["cividis"](0.85 * i / max(1, n - 1)), "linestyle": LINES[i % len(LINES)]} | marker
+def panels(rows: int, columns: int, width: float, height: float, **sharing):
+    """A figure and its panels of this size in inches. A bare Figure needs no display."""
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
 
 
-def spaced(n: int) -> np.ndarray:
-    """Distances 0 ... n - 1, dense enough for a curve on a linear and on a logarithmic axis."""
-    return np.unique(np.concatenate(([0], np.geomspace(1, n - 1, 300), np.linspace(0, n - 1, 300))).astype(int))
+def save(figure: Figure, folder: Path, name: str) -> None:
+    with user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / name) as file:
+            figure.savefig(file, format="png", dpi=150)
+    print(f"saved {folder / name}", flush=True)
 
 
-def distance_axis(axis: Axes, n: int, log: bool) -> None:
-    if log:
-        axis.set_xscale("symlog", linthresh=1, linscale=0.3)  # logarithmic from 1 token on, with room for 0
+def head_grid(model: GPT, xlabel: str, ylabel: str) -> tuple[Figure, np.ndarray]:
+    """A panel a head, a row a layer. Margins are fixed: to lay out 192 panels takes a minute."""
+    width, height = 1.8 * model.cfg.n_head + 1, 1.5 * model.cfg.n_layer + 1.4
+    figure = Figure(figsize=(width, height))
+    left, bottom, right, top = 0.9 / width, 0.6 / height, 1 - 0.1 / width, 1 - 0.8 / height
+    figure.subplots_adjust(left, bottom, right, top, wspace=0.08, hspace=0.3)
+    axes = figure.subplots(
+        model.cfg.n_layer, model.cfg.n_head, squeeze=False, sharex=True, sharey=True
+    )
+    for (layer, h), axis in np.ndenumerate(axes):
+        axis.set_title(f"head {layer}.{h}", fontsize=8, pad=2)
+    figure.supxlabel(xlabel, y=0.1 / height)
+    figure.supylabel(ylabel, x=0.1 / width)
+    return figure, axes
+
+
+def style(i: int, n: int, dots: int = 0) -> dict:
+    """Of curve i of n, told apart in grey too; with a marker at every `dots`-th point."""
+    line = {"ls": LINES[i % len(LINES)], "color": colormaps["cividis"](0.85 * i / max(1, n - 1))}
+    marker = {"marker": runs.STYLES[i % len(runs.STYLES)][0], "markevery": dots, "ms": 4}
+    return line | marker if dots else line  # colors end at 0.85: the brightest fades on paper
+
+
+def space_distances(n: int) -> np.ndarray:
+    """Of 0 ... n - 1 enough for a curve, on a linear as on a logarithmic axis."""
+    distances = [0], np.geomspace(1, n - 1, 300), np.linspace(0, n - 1, 300)
+    return np.unique(np.concatenate(distances).astype(int))
+
+
+def scale_distances(axis: Axes, n: int, log: bool) -> None:
+    if log:  # from 1 token on, with room for 0
+        axis.set_xscale("symlog", linthresh=1, linscale=0.3)
     axis.set(xlim=(0, n - 1), xlabel="distance (tokens)")
+
+
+# Theory -------------------------------------------------------------------------------------------
 
 
 def layer_of(pe: str, heads: int, ssmax: bool = False, **thetas) -> CausalSelfAttention:
     """An attention layer with these priors and s = 1, as a model has it."""
-    return CausalSelfAttention(ModelConfig(pe=pe, n_head=heads, n_embd=2 * heads, ssmax=ssmax, **thetas))
+    cfg = ModelConfig(pe=pe, n_head=heads, n_embd=2 * heads, ssmax=ssmax, **thetas)
+    return CausalSelfAttention(cfg)
 
 
 def ggd_priors(alpha: float, n: int, ssmax: bool = False) -> Tensor:
-    """(BETAS, n): the acting priors at the scale alpha (tokens), the distance at which b = -1."""
+    """(BETAS, n): acting priors at the scale alpha, the distance in tokens at which b = -1."""
     thetas = tuple(-beta * math.log(alpha) for beta in BETAS)
     return acting_prior(layer_of("ggd", len(BETAS), ssmax, theta_alpha=thetas, theta_beta=BETAS), n)
 
 
 def theory_priors(n: int = 512) -> Figure:
-    """Log-prior and normalised prior by distance, for every beta at three alphas; ALiBi and NoPE as points on top."""
+    """Log-prior and prior by distance for every beta at three alphas; ALiBi and NoPE as points."""
     figure, axes = panels(4, 3, 4.6, 3.3)
-    x = spaced(n)
+    x = space_distances(n)
     points = x[np.searchsorted(x, np.geomspace(1, n - 1, 12).astype(int))]
-    alibi = acting_prior(layer_of("alibi", 8), n)
-    nope = acting_prior(layer_of("nope", 1), n)[0]
+    slopes, uniform = acting_prior(layer_of("alibi", 8), n), acting_prior(layer_of("nope", 1), n)[0]
     for alpha, column in zip((2, 16, 128), axes.T, strict=True):
-        slope = alibi[int(math.log2(alpha)) - 1]  # of eight heads, the one whose slope is 1 / alpha
+        laplace = slopes[int(math.log2(alpha)) - 1]  # the head whose slope is 1 / alpha
         for row, axis in enumerate(column):
             shape = (lambda b: b.softmax(-1)) if row > 1 else (lambda b: b - b.max())
             for i, (beta, b) in enumerate(zip(BETAS, ggd_priors(alpha, n), strict=True)):
                 axis.plot(x, shape(b)[x], label=f"$\\beta$ = {beta:g}", **style(i, len(BETAS)))
-            axis.plot(points, shape(slope)[points], "k^", fillstyle="none", label="ALiBi, slope 1/$\\alpha$")
-            axis.plot(points, shape(nope)[points], "ko", fillstyle="none", label="NoPE")
-            distance_axis(axis, n, log=row % 2 == 1)
+            for b, dot, label in (
+                (laplace, "k^", "ALiBi, slope 1/$\\alpha$"),
+                (uniform, "ko", "NoPE"),
+            ):
+                axis.plot(points, shape(b)[points], dot, fillstyle="none", label=label)
+            scale_distances(axis, n, log=row % 2 == 1)
             axis.set_title(f"$\\alpha$ = {alpha} tokens", fontsize=10)
             axis.set(ylim=(-10, 0.5), ylabel="log-prior below its maximum (nats)")
             if row > 1:
                 axis.set(yscale="log", ylim=(1e-5, 1.2), ylabel="prior p(distance)")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", handlelength=3.5)
-    figure.suptitle(f"Generalized Gaussian priors over the {n} keys that a query sees, without SSMax")
+    legend = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside right upper", handlelength=3.5)
+    keys = f"over the {n} keys that a query sees"
+    figure.suptitle(f"Generalized Gaussian priors {keys}, without SSMax")
     return figure
 
 
@@ -185,41 +249,61 @@ def theory_ssmax(alpha: float = 16) -> Figure:
         for i, n in enumerate(lengths):
             mass = ggd_priors(alpha, n, ssmax).softmax(-1).cumsum(-1)
             x = np.unique(np.geomspace(1, n, 300).astype(int)) - 1
+            curve = style(i, 3, dots=25) | {"ls": line, "label": f"n = {n:,}, {name}"}
             for h, axis in enumerate(axes.flat):
-                axis.plot(x, mass[h, x], label=f"n = {n:,}, {name}", **style(i, 3, dots=25) | {"linestyle": line})
+                axis.plot(x, mass[h, x], **curve)
     for beta, axis in zip(BETAS, axes.flat, strict=True):
-        distance_axis(axis, lengths[-1], log=True)
-        axis.set(ylim=(-0.03, 1.03), ylabel="prior mass within the distance", title=f"$\\beta$ = {beta:g}")
+        scale_distances(axis, lengths[-1], log=True)
+        axis.set(ylim=(-0.03, 1.03), ylabel="prior mass within the distance")
+        axis.set_title(f"$\\beta$ = {beta:g}")
     axes[0, 0].legend(fontsize=7, loc="lower right", handlelength=4)
     figure.suptitle(f"SSMax multiplies the log-prior by s ln n ($\\alpha$ = {alpha:g} tokens)")
     return figure
 
 
 def theory_fading() -> Figure:
-    """The weight of one key whose score is g nats above n - 1 equal ones: a softmax of two, as a sigmoid."""
-    figure, axes = panels(1, 1, 8, 4)
+    """The weight of one key g nats above n - 1 equal ones: a softmax of two, so a sigmoid."""
+    figure, ((axis,),) = panels(1, 1, 8, 4)
     n = torch.logspace(math.log10(2), 6, 200, dtype=torch.float64).round().unique()
     for name, line, scale in (("plain", "--", 1.0), ("SSMax, s = 1", "-", n.log())):
         for i, g in enumerate((0.5, 1.0, 2.0, 4.0)):
-            weight = (scale * g - (n - 1).log()).sigmoid()
-            axes[0, 0].plot(n, weight, label=f"g = {g:g}, {name}", **style(i, 4, dots=25) | {"linestyle": line})
-    axes[0, 0].set(xscale="log", xlabel="keys in view, n (tokens)", ylabel="weight of the key", ylim=(-0.03, 1.03))
-    axes[0, 0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=4)
-    figure.suptitle("A key g nats above all others: attention fades with n; with SSMax only where g < 1/s", fontsize=10)
+            curve = style(i, 4, dots=25) | {"ls": line, "label": f"g = {g:g}, {name}"}
+            axis.plot(n, (scale * g - (n - 1).log()).sigmoid(), **curve)
+    axis.set(xscale="log", ylim=(-0.03, 1.03))
+    axis.set(xlabel="keys in view, n (tokens)", ylabel="weight of the key")
+    axis.legend(fontsize=8, handlelength=4, **BESIDE)
+    claim = "attention fades with n; with SSMax only where g < 1/s"
+    figure.suptitle(f"A key g nats above all others: {claim}", fontsize=10)
     return figure
 
 
-def learned_heads(rows: list[dict[str, Any]], n_layer: int) -> Figure:
-    """theta_alpha over theta_beta, one dot a head (the paper's Figure 6), and how many heads do what."""
-    figure, axes = panels(1, 1, 8, 5)
-    axis = axes[0, 0]
+# What heads have learned --------------------------------------------------------------------------
+
+
+def learned_priors(model: GPT) -> Figure:
+    """Every head's acting prior in nats above the uniform one, at two lengths."""
+    figure, axes = head_grid(model, "distance (tokens)", "log-prior above uniform (nats)")
+    for layer, block in enumerate(model.blocks):
+        for n, line in zip(WIDTHS, ("k--", "k-"), strict=True):
+            above, x = acting_prior(block.attn, n).log_softmax(-1) + math.log(n), space_distances(n)
+            for axis, curve in zip(axes[layer], above[:, x].clamp(min=-30), strict=True):
+                axis.plot(x, curve, line, lw=1, label=f"n = {n:,} keys in view")
+    scale_distances(axes[0, 0], WIDTHS[-1], log=True)
+    axes[0, 0].set(ylim=(-9.5, 9.5), xlabel="")
+    axes[0, 0].set_xticks((0, 10, 1000), ("0", "10", "1,000"))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2)
+    return figure
+
+
+def learned_heads(rows: list[dict], n_layer: int) -> Figure:
+    """theta_alpha over theta_beta, a dot a head (the paper's Figure 6), and the classes' counts."""
+    figure, ((axis,),) = panels(1, 1, 8, 5)
     for layer in range(n_layer):
-        dot = style(layer, n_layer, dots=1) | {"linestyle": "", "markersize": 8}
+        dot = style(layer, n_layer, dots=1) | {"ls": "", "ms": 8}
         axis.plot([], [], label=f"layer {layer}", **dot)
-        for row in rows:
-            if row["head"].startswith(f"{layer}."):
-                fill = "none" if row.get("s", 1) < 0 else "full"
-                axis.plot(row["theta_beta"], row["theta_alpha"], fillstyle=fill, **dot)
+        for row in (row for row in rows if row["head"].startswith(f"{layer}.")):
+            fill = "none" if row.get("s", 1) < 0 else "full"
+            axis.plot(row["theta_beta"], row["theta_alpha"], fillstyle=fill, **dot)
     left, right = min(axis.get_xlim()[0], -1.2), max(axis.get_xlim()[1], 0.6)
     count = Counter(row["class"] for row in rows)
     for name, where, begin, end, grey in (
@@ -229,115 +313,333 @@ def learned_heads(rows: list[dict[str, Any]], n_layer: int) -> Figure:
     ):
         axis.axvspan(begin, end, color=grey, zorder=0, label=f"{name} ({where}): {count[name]}")
     axis.set(xlim=(left, right), xlabel="theta_beta (no unit)", ylabel="theta_alpha (no unit)")
-    turned = f"; hollow: s < 0, turned round; farthest: {count['farthest']}" * any(row.get("s", 1) < 0 for row in rows)
-    axis.set_title(f"n = {len(rows)} heads, counted by what they do{turned}", fontsize=10)
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    title = f"n = {len(rows)} heads, counted by what they do"
+    if any(row.get("s", 1) < 0 for row in rows):
+        title += f"; hollow: s < 0, turned round; farthest: {count['farthest']}"
+    axis.set_title(title, fontsize=10)
+    axis.legend(fontsize=8, **BESIDE)
     return figure
 
 
-def learned_priors(model: GPT) -> Figure:
-    """Every head's acting prior in nats above the uniform one, at two lengths."""
-    figure, axes = head_grid(model, "distance (tokens)", "log-prior above uniform (nats)")
-    for layer, block in enumerate(model.blocks):
-        for n, line in zip(WIDTHS, ("--", "-"), strict=True):
-            above, x = acting_prior(block.attn, n).log_softmax(-1) + math.log(n), spaced(n)
-            for h, axis in enumerate(axes[layer]):
-                axis.plot(x, above[h, x].clamp(min=-30), f"k{line}", linewidth=1, label=f"n = {n:,} keys in view")
-    distance_axis(axes[0, 0], WIDTHS[-1], log=True)
-    axes[0, 0].set(ylim=(-9.5, 9.5), xlabel="", xticks=(0, 10, 1000), xticklabels=("0", "10", "1,000"))
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2)
-    return figure
-
-
-def learned_training(log: list[dict[str, Any]]) -> Figure | None:
-    """theta and s of every head over the training steps; None if the log has none. theta_mu only where it is not 0."""
-    names = [name for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if log and name in log[0]]
-    curves = {name: np.array([record[name] for record in log]) for name in names}  # (records, layers, heads)
-    curves = {name: values for name, values in curves.items() if name != "theta_mu" or values.any()}
-    if not curves:
+def learned_training(log: list[dict]) -> Figure | None:
+    """theta and s over the training steps, if the log has any; theta_mu only where it is not 0."""
+    names = [name for name in (log or [{}])[0] if name == "s" or name.startswith("theta_")]
+    curves = {name: np.array([record[name] for record in log]) for name in names}  # (records, L, H)
+    names = [name for name in names if name != "theta_mu" or curves[name].any()]
+    if not names:
         return None
-    figure, axes = panels(1, len(curves), 4.5, 3.6)
-    for axis, (name, values) in zip(axes[0], curves.items(), strict=True):
-        for layer in range(values.shape[1]):
-            lines = axis.plot([r["step"] for r in log], values[:, layer], **style(layer, values.shape[1]))
-            lines[0].set_label(f"layer {layer}")
+    figure, axes = panels(1, len(names), 4.5, 3.6)
+    for axis, name in zip(axes[0], names, strict=True):
+        layers = curves[name].swapaxes(0, 1)
+        for i, values in enumerate(layers):
+            lines = axis.plot([r["step"] for r in log], values, **style(i, len(layers)))
+            lines[0].set_label(f"layer {i}")
         axis.set(xlabel="training step", ylabel=f"{name} (no unit), a line a head")
-    axes[0, -1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
+    axes[0, -1].legend(fontsize=8, handlelength=3.5, **BESIDE)
     return figure
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
+# Posteriors on a prompt ---------------------------------------------------------------------------
+
+Head = tuple[int, int]  # layer and head, from 0
 
 
-def named_heads(cfg: PlotConfig, model: GPT) -> list[Head]:
-    """The heads that the user names. Raises ValueError for one that is not there."""
-    there = {f"{layer}.{h}": (layer, h) for layer in range(model.cfg.n_layer) for h in range(model.cfg.n_head)}
-    if unknown := [name for name in cfg.heads if name not in there]:
-        raise ValueError(f"no head {unknown[0]}; give layer.head, from 0.0 to {list(there)[-1]}")
-    return [there[name] for name in dict.fromkeys(cfg.heads)]
+class View(NamedTuple):
+    """A prompt to look at."""
+
+    idx: Tensor  # (1, T): what the model reads, all but the last token of the answer
+    answers: int  # how many of the last positions predict a token of the answer
+    needle: Tensor  # (T,) bool: the tokens of the needle
 
 
-def load(path: str, cfg: PlotConfig, device: torch.device) -> tuple[Run, dict[int, list[View]], list[Head]]:
-    """A run, its prompts by length, the heads named. Raises ValueError or OSError, in one sentence, if one is amiss."""
-    run = records.load_run(path, device)
+def mark_words(enc: tiktoken.Encoding, tokens: list[int], words: str) -> Tensor:
+    """(T,) bool: the tokens that hold a part of these words, wherever they stand."""
+    pieces, wanted = [enc.decode_single_token_bytes(token) for token in tokens], words.encode()
+    text, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
+    marks, begin = torch.zeros(len(tokens), dtype=torch.bool), text.find(wanted)
+    if begin < 0:
+        advice = "give words of it as they are written there"
+        raise ValueError(f"needle {words!r} is not in the prompt; {advice}")
+    while begin >= 0:
+        end = begin + len(wanted)
+        marks[np.searchsorted(ends, begin, "right") : np.searchsorted(ends, end) + 1] = True
+        begin = text.find(wanted, end)
+    return marks
+
+
+def make_views(run: Run, cfg: PlotConfig) -> dict[int, list[View]]:
+    """The user's own prompt, or passkey tests from short to long, by length."""
     if cfg.prompt:
-        views = posteriors.prompt_views(run, cfg.prompt, cfg.needle)
-    else:
-        views = posteriors.passkey_views(run, cfg.passkey())
-    return run, views, named_heads(cfg, run.model)
+        text = read_text(cfg.prompt).rstrip("\n")  # an editor's last line break is no part of it
+        tokens = encode_document(run.enc, text)
+        needle = mark_words(run.enc, tokens, cfg.needle)
+        return {len(tokens): [View(torch.tensor([tokens]), 1, needle)]}
+    halves = [n for n in (256, 512, 1024, 2048, 4096) if n >= run.trained]
+    views: dict[int, list[View]] = {}
+    for length in sorted(set(cfg.lengths)) or [*halves, max(8192, run.trained)]:
+        views[length] = []
+        for prompt in make_prompts(run.enc, length, cfg.depths, (cfg.seed,)):
+            tokens, answer = prompt.tokens[:-1], prompt.tokens[-prompt.answer :]
+            words = WORDINGS["passkey"].needle.format(key=run.enc.decode(answer).strip())
+            needle = mark_words(run.enc, tokens, words)
+            views[length].append(View(torch.tensor([tokens]), prompt.answer, needle))
+    return views
 
 
-def draw_learned(run: Run, rows: list[dict[str, Any]], folder: Path) -> None:
-    """The prior of every head, its two numbers, and theta and s over the training steps, where there are such."""
+@torch.no_grad()
+def look(
+    model: GPT, idx: Tensor, rows: Tensor, keep: Callable[[Posterior], Tensor]
+) -> Iterator[Tensor]:
+    """For each layer what keep(Theorem 1) takes, (H, R, ...), of the queries at `rows` (R,) of idx
+    (1, T). The prompt streams through the model while hooks copy what each attention reads."""
+    device, T = model.embedding.weight.device, idx.shape[1]
+    inputs: list[list[Tensor]] = [[] for _ in model.blocks]
+    hooks = [
+        block.norm_attn.register_forward_hook(lambda *args, xs=xs: xs.append(args[-1]))
+        for block, xs in zip(model.blocks, inputs, strict=True)
+    ]
+    prefill(model, idx.to(device), KVCache(model, 1, T))
+    for hook in hooks:
+        hook.remove()
+    layout = model.layout(torch.arange(T, device=device)[None])
+    blocks_of_rows = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
+    for block, xs in zip(model.blocks, inputs, strict=True):
+        q, k, _ = block.attn.project(torch.cat(xs, dim=1), layout)
+        q, k = q.double(), k.double()  # exact enough to show posterior = prior x content x Z
+        parts = (block.attn.posterior(q, k, layout, some) for some in blocks_of_rows)
+        yield torch.cat([keep(Posterior(*(t[0] for t in p))).cpu() for p in parts], dim=1)
+
+
+def weigh_needle(model: GPT, view: View) -> Tensor:
+    """(3, L, H): the needle's mass in prior, content and posterior, mean over the answer."""
+    needle, T = view.needle.to(model.embedding.weight.device), len(view.needle)
+
+    def on_needle(p: Posterior) -> Tensor:
+        return torch.stack([part[..., needle].sum(-1) for part in p[:3]], dim=-1)  # (H, R, 3)
+
+    masses = look(model, view.idx, torch.arange(T - view.answers, T), on_needle)
+    return torch.stack([mass.mean(1) for mass in masses]).permute(2, 0, 1)
+
+
+def weigh_needles(run: Run, views: dict[int, list[View]]) -> dict[int, Tensor]:
+    """The same by length: (prompts, 3, L, H) each."""
+    masses: dict[int, Tensor] = {}
+    total, name = sum(len(views[n]) * runs.cost(n) for n in views), runs.name_of(run.path)
+    with tqdm(total=total, desc=name, bar_format=runs.BAR, disable=None) as bar:
+        for n in views:
+            masses[n] = torch.stack([weigh_needle(run.model, view) for view in views[n]])
+            bar.update(len(views[n]) * runs.cost(n))
+    return masses
+
+
+def most_retrieving(masses: Tensor, show: int) -> list[Head]:
+    """The heads whose posterior has the most mass on the needle; masses (prompts, 3, L, H)."""
+    mass = masses[:, 2].mean(0)
+    order = mass.flatten().argsort(descending=True, stable=True)[:show]
+    return [divmod(i, mass.shape[1]) for i in order.tolist()]
+
+
+def has_prior(model: GPT) -> bool:
+    return model.blocks[0].attn.prior is not None
+
+
+def drawn_parts(model: GPT) -> list[tuple[int, str, dict]]:
+    """Index, name and style of what there is to draw: prior (if any), content, posterior."""
+    parts = [(i, name, dots) for i, (name, dots) in enumerate(PARTS.items())]
+    return parts if has_prior(model) else parts[1:]
+
+
+def find_spans(needle: Tensor) -> np.ndarray:
+    """(n, 2): where each run of marked tokens begins and ends."""
+    return np.flatnonzero(np.diff(np.pad(needle.numpy().astype(int), 1))).reshape(-1, 2)
+
+
+def point_at_needle(axis: Axes, view: View) -> None:
+    """An arrow above every place of it."""
+    arrow = {"arrowprops": {"arrowstyle": "-|>"}, "annotation_clip": False}
+    units = {"xycoords": axis.get_xaxis_transform(), "textcoords": "offset points"}
+    for begin, end in find_spans(view.needle):
+        axis.annotate("", ((begin + end) / 2, 1.0), (0, 12), **arrow, **units)
+
+
+def bin_keys(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(..., T) -> the edges of at most BINS runs of keys, and the largest value in each run."""
+    edges = np.unique(np.linspace(0, p.shape[-1], BINS + 1).astype(int))
+    return edges, np.maximum.reduceat(p.numpy(), edges[:-1], axis=-1).clip(min=FLOOR)
+
+
+def label_tokens(enc: tiktoken.Encoding, tokens: Tensor) -> list[str]:
+    """Axis labels in characters that the font has, with visible spaces."""
+    pieces = [enc.decode_single_token_bytes(token) for token in tokens.tolist()]
+    return [ascii(x.decode("utf-8", "replace"))[1:-1].replace(" ", "\u2423") for x in pieces]
+
+
+def title_prompt(run: Run, T: int, what: str) -> str:
+    binned = f", the largest in each of {BINS} runs of keys" if T > BINS else ""
+    name = runs.name_of(run.path)
+    return f"{name}: attention of the {what} of {T:,} positions{binned} (n = 1 prompt)"
+
+
+def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[Tensor]) -> Figure:
+    """The last row of some heads, over the whole context and token by token at the needle;
+    parts[head] (R, 3, T), log_z[layer] (H, R)."""
+    figure, axes = panels(len(parts), 2, 8, 2.8, sharey=True)
+    T, (begin, end) = len(view.needle), find_spans(view.needle)[0]
+    near = np.arange(max(0, begin - 10), min(T, end + 10, begin + 70))
+    tokens = label_tokens(run.enc, view.idx[0, near])
+    for ((layer, h), p), (whole, zoom) in zip(parts.items(), axes, strict=True):
+        edges, highest = bin_keys(p[-1])
+        for i, name, dots in drawn_parts(run.model):
+            line = {key: dots[key] for key in ("ls", "color", "lw")}
+            label = f"{name}:\n{p[-1, i, view.needle].sum():.2g} on the needle"
+            whole.stairs(highest[i], edges, baseline=None, label=label, **line)
+            zoom.plot(near, p[-1, i, near].clamp(min=FLOOR), **line)
+        point_at_needle(whole, view)
+        whole.set(yscale="log", ylim=(FLOOR, 2), ylabel="probability")
+        whole.set_xlabel("position of the key (tokens)")
+        coupling = f"ln Z = {log_z[layer][h, -1]:.2f} nats, ln n = {math.log(T):.2f}"
+        whole.set_title(f"head {layer}.{h}: {coupling}", fontsize=9, pad=15)
+        zoom.legend(*whole.get_legend_handles_labels(), fontsize=8, **BESIDE)
+        zoom.axvspan(begin - 0.5, min(end, near[-1] + 1) - 0.5, color="0.9")
+        zoom.set_xticks(near, tokens, fontsize=6, parse_math=False)
+        zoom.tick_params(axis="x", rotation=0 if run.enc.name == "bytes" else 90)
+        zoom.set(xlabel="the prompt, token by token; the needle in grey")
+    figure.suptitle(title_prompt(run, T, "last"))
+    return figure
+
+
+def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
+    """The last rows of some heads: where question and answer look; parts[head] (R, 3, T)."""
+    drawn = drawn_parts(run.model)
+    figure, axes = panels(len(parts), len(drawn), 5, 3, sharex=True, sharey=True)
+    T, rows = len(view.needle), len(next(iter(parts.values())))
+    for ((layer, h), p), line in zip(parts.items(), axes, strict=True):
+        edges, highest = bin_keys(p)
+        for (i, name, _), axis in zip(drawn, line, strict=True):
+            colors = {"norm": LogNorm(1e-5, 1), "cmap": "cividis"}
+            mesh = axis.pcolormesh(edges, np.arange(rows + 1), highest[:, i], **colors)
+            point_at_needle(axis, view)
+            axis.set_title(f"head {layer}.{h}: {name}", fontsize=9, pad=15)
+            axis.tick_params(axis="y", labelsize=7)
+    tokens = label_tokens(run.enc, view.idx[0, -rows:])
+    axes[0, 0].set_yticks(np.arange(rows) + 0.5, tokens, parse_math=False)
+    axes[0, 0].invert_yaxis()
+    figure.supxlabel("position of the key (tokens); the arrow points at the needle")
+    figure.supylabel(f"token at the query (answer: the last {view.answers})")
+    figure.colorbar(mesh, ax=axes, label="probability", extend="min")
+    figure.suptitle(title_prompt(run, T, f"last {rows}"))
+    return figure
+
+
+def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> Figure:
+    """ln Z of every head along the prompt, against ln n; log_z[layer] (H, R)."""
+    figure, axes = head_grid(run.model, "position of the query (tokens)", "coupling, ln Z (nats)")
+    bound = {"color": PARTS["prior"]["color"], "ls": "--", "label": "ln n, n keys in view"}
+    for (layer, h), axis in np.ndenumerate(axes):
+        axis.plot(places, log_z[layer][h], "k.", ms=2, label="ln Z")
+        axis.plot(places, (places + 1).log(), **bound)
+        for begin, end in find_spans(view.needle):
+            axis.axvline((begin + end) / 2, color="0.6", lw=1, zorder=0, label="needle")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    title = f"{runs.name_of(run.path)}, n = 1 prompt"
+    figure.legend(handles[:3], labels[:3], loc="upper center", ncols=3, title=title)
+    return figure
+
+
+def needle_mass(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> Figure:
+    """Mass on the needle by length, for some heads; masses[length] (prompts, 3, L, H)."""
+    figure, axes = panels(1, len(heads), 4.2, 3.6, sharey=True)
+    lengths, values = list(masses), torch.stack(list(masses.values())).clamp(min=FLOOR)
+    for (layer, h), axis in zip(heads, axes[0], strict=True):
+        for i, name, dots in drawn_parts(run.model):
+            y = values[:, :, i, layer, h]  # (lengths, prompts)
+            bars = torch.stack((y.mean(1) - y.amin(1), y.amax(1) - y.mean(1)))
+            axis.errorbar(lengths, y.mean(1), bars, capsize=5, label=name, **dots)
+        axis.axvline(run.trained, color="0.6", lw=1, zorder=0)
+        axis.set(xscale="log", yscale="log", xlabel="length of the prompt (tokens)")
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
+        axis.minorticks_off()
+        axis.set_title(f"head {layer}.{h}", fontsize=10)
+    axes[0, 0].set_ylabel("mass on the needle")
+    axes[0, 0].legend(fontsize=8, loc="lower left")
+    points = f"n = {values.shape[1]} prompts a point; bars: lowest to highest"
+    title = f"{runs.name_of(run.path)}: {points}; grey: training length"
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+# Command line -------------------------------------------------------------------------------------
+
+
+def find_heads(names: tuple[str, ...], model: GPT) -> list[Head]:
+    heads = {
+        f"{layer}.{h}": (layer, h) for layer, h in np.ndindex(model.cfg.n_layer, model.cfg.n_head)
+    }
+    for name in names:
+        if name not in heads:
+            raise ValueError(f"no head {name}; give layer.head, from 0.0 to {list(heads)[-1]}")
+    return [heads[name] for name in dict.fromkeys(names)]
+
+
+def draw_learned(run: Run, rows: list[dict], folder: Path) -> None:
     if has_prior(run.model):
         save(learned_priors(run.model), folder, "learned_priors.png")
     else:
-        print(f"{run.path}: {run.model.cfg.pe} adds no prior to the scores, so posterior = content and ln Z = ln n")
-    if run.model.cfg.pe == "ggd":
+        effect = "adds no prior to the scores, so posterior = content and ln Z = ln n"
+        print(f"{run.path}: {run.model.cfg.pe} {effect}")
+    if {"theta_alpha", "theta_beta"} <= set(rows[0]):
         save(learned_heads(rows, run.model.cfg.n_layer), folder, "learned_heads.png")
-    if figure := learned_training(records.read_records(folder.parent / "log.jsonl")):
+    if figure := learned_training(runs.read_records(folder.parent / "log.jsonl")):
         save(figure, folder, "learned_training.png")
 
 
-def draw_run(path: str, cfg: PlotConfig, device: torch.device) -> None:
-    """All pictures of one run, the table, and the record in eval/priors.jsonl."""
-    with user_errors():
-        run, views, heads = load(path, cfg, device)
-    folder, rows = folder_of(path), heads_table(run.model)
+def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
+    T = len(view.needle)
+    places = torch.linspace(0, T - 1, min(T, Z_QUERIES)).round().long()
+    last = torch.arange(max(0, T - LAST_QUERIES), T)
+    log_z = list(look(run.model, view.idx, places, lambda p: p.log_z))
+    parts: dict[Head, Tensor] = dict.fromkeys(heads)  # (R, 3, T) each
+    all_parts = look(run.model, view.idx, last, lambda p: torch.stack(p[:3], dim=-2))
+    for layer, of_layer in enumerate(all_parts):
+        parts |= {head: of_layer[head[1]] for head in heads if head[0] == layer}
+    save(prompt_curves(run, view, parts, log_z), folder, "prompt_curves.png")
+    save(prompt_maps(run, view, parts), folder, "prompt_maps.png")
+    if has_prior(run.model):
+        save(prompt_log_z(run, view, places, log_z), folder, "prompt_log_z.png")
+
+
+def draw_run(run: Run, views: dict[int, list[View]], heads: list[Head], cfg: PlotConfig) -> None:
+    """A model's pictures, table and record."""
+    folder, rows = runs.folder_of(run.path), tabulate_heads(run.model)
     draw_learned(run, rows, folder)
-    masses = posteriors.needle_masses(run, views)
+    masses = weigh_needles(run, views)
     longest = max(masses)
-    heads = heads or posteriors.most_retrieving(masses[longest], cfg.show)
-    posteriors.draw_prompt(run, views[longest][len(views[longest]) // 2], heads, folder)
+    n, heads = len(views[longest]), heads or most_retrieving(masses[longest], cfg.show)
+    draw_prompt(run, views[longest][n // 2], heads, folder)
     if len(masses) > 1:
-        save(posteriors.needle_by_length(run, masses, heads), folder, "needle_mass.png")
-    for row, (layer, h) in zip(rows, np.ndindex(run.model.cfg.n_layer, run.model.cfg.n_head), strict=True):
-        row["needle"] = {n: mass[:, 2, layer, h].tolist() for n, mass in masses.items()}  # a number a prompt
-    n = len(masses[longest])
+        save(needle_mass(run, masses, heads), folder, "needle_mass.png")
+    for row in rows:
+        layer, h = map(int, row["head"].split("."))
+        row["needle"] = {k: mass[:, 2, layer, h].tolist() for k, mass in masses.items()}
     record = {"metric": "priors", "n": n, "heads": rows, "config": asdict(cfg)}
-    records.append_record(folder / "priors.jsonl", record | records.origin(run))
-    print(table([row | {"needle": np.mean(row["needle"][longest])} for row in rows]))
-    print("width: the distance in tokens that holds 90% of the prior where 512 or 8,192 keys are in view")
-    print(f"needle: the mass of the posterior on it, mean over n = {n} prompts of {longest:,} tokens")
+    runs.append_record(folder / "priors.jsonl", record | runs.origin(run))
+    print(format_heads([row | {"needle": np.mean(row["needle"][longest])} for row in rows]))
+    print("width: the distance in tokens that holds 90% of the prior of 512 or 8,192 keys in view")
+    print(f"needle: the posterior's mass on it, mean over n = {n} prompts of {longest:,} tokens")
 
 
 def main() -> None:
-    (cfg,), runs = configurator.parse([PlotConfig], sys.argv[1:], __doc__, positional="runs")
-    with user_errors():
+    (cfg,), paths = configurator.parse([PlotConfig], sys.argv[1:], __doc__, positional="runs")
+    with user_errors():  # before the first picture
         configurator.check_folder(Path(cfg.theory_dir))
-        device, _ = pick_device(cfg.device)
-        if cfg.readme:
-            import report  # the study's scripts, which nothing else here needs
-
-            return report.write()
-        theory, runs = not runs, records.distinct(runs or [str(records.PRETRAINED)])
-        for path in runs:  # all that cannot work shows before the first picture
-            load(path, cfg, torch.device("cpu"))
-    if theory:
-        for name, draw in (("priors", theory_priors), ("ssmax", theory_ssmax), ("fading", theory_fading)):
-            save(draw(), Path(cfg.theory_dir), f"theory_{name}.png")
-    for path in runs:
-        draw_run(path, cfg, device)
+        loaded = runs.load_runs(paths, runs.EvalConfig(device=cfg.device))
+        plans = [(run, make_views(run, cfg), find_heads(cfg.heads, run.model)) for run in loaded]
+    if not paths:
+        for draw in (theory_priors, theory_ssmax, theory_fading):
+            save(draw(), Path(cfg.theory_dir), f"{draw.__name__}.png")
+    for run, views, heads in plans:
+        run.model.to(pick_device(cfg.device)[0])
+        draw_run(run, views, heads, cfg)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""
-Text to token shards that train.py reads.
+"""Text to token shards that train.py reads.
 
-python prepare_fineweb.py                                        # FineWeb sample-10BT from the hub, 21 GB of tokens
-python prepare_fineweb.py --source=pydocs --out_dir=data/pydocs_text  # this Python's documentation: no download
-python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.85   # with retrieval exercises: the quick start's data
+python prepare_fineweb.py                     # FineWeb sample-10BT from the hub, 21 GB of tokens
+python prepare_fineweb.py --source=pydocs     # the documentation inside this Python: no download
+python prepare_fineweb.py --source=pydocs --retrieval_fraction=0.85  # the quick start's data
 python prepare_fineweb.py --source=files --files=a.txt,b.jsonl --tokenizer=gpt2 --out_dir=data/mine
-python prepare_fineweb.py --check data/fineweb10B                # is this folder whole?
+python prepare_fineweb.py --check data/fineweb10B  # is this folder whole?
 
-The hub's text is streamed and its shards are written one by one: a run that was killed goes on after the last of them.
-The other sources are held in memory, to be shuffled. Shards are llm.c's: 256 int32 of header, then uint16 tokens, every
-document begun by <|endoftext|>. meta.json is written last: a folder that has it is complete.
+The hub's text is streamed and cut into shards: after a kill, the same command continues after the
+last whole one. The other sources are held in memory, to be shuffled. Shards are llm.c's: 256 int32
+of header, then uint16 tokens; <|endoftext|> begins every document. The first is the validation.
+UNFINISHED notes the shards as they are written. meta.json is written last: the folder is complete.
 """
 
 import configurator
 
+import ast
 import glob
 import itertools
 import json
@@ -22,69 +23,49 @@ import os
 import platform
 import signal
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import tiktoken
 from tqdm import tqdm
 
-from pydocs import pydocs_documents
-from shards import (
-    UNFINISHED,
-    check_disk,
-    lock_folder,
-    read_meta,
-    read_notes,
-    read_shard,
-    refuse_strangers,
-    replacing,
-    shard_name,
-    verify,
-    write_json,
-    write_shard,
-)
-from tokenizer import encode_document, get_tokenizer
+import data
+from data import UNFINISHED, get_tokenizer, write_json
 
-PAUSES = (5, 20, 80, 320)  # seconds before a hub's file is opened again; `datasets` itself retries for shorter times
-ROWS = 1000  # of a parquet file in memory; the default, the size of its first group of rows, may be 0
+PAUSES = 5, 20, 80, 320  # seconds, longer than those of `datasets`, until a file is opened again
+ROWS = 1000  # of a parquet file in memory; the default, its first group of rows, may have none
 BATCH = 64  # documents that a worker tokenises at once
-TOKENS_PER_BYTE = {"gpt2": 0.34, "bytes": 1.6}  # of parquet: sample-10BT has 30.7 GB, 10.4e9 GPT-2 tokens
-BAR = "{n_fmt} of {total_fmt} tokens, {rate_fmt}, {elapsed} so far, {remaining} left{postfix}"  # of tqdm
 
-# options that decide the shards' content
-SETTINGS = ("source", "tokenizer", "shard_tokens", "val_fraction")
-HUB_SETTINGS = (*SETTINGS, "dataset", "subset", "split", "max_tokens")
-MEMORY_SETTINGS = (*SETTINGS, "files", "retrieval_fraction", "window", "seed")
+# tests are no documentation; the others are not CPython's own, or are absent from some builds
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
+SKIPPED_FOLDERS |= {"idlelib", "lib2to3", "turtledemo", "_bundled"}
 
 
 @dataclass
 class PrepareConfig:
-    source: Literal["hub", "pydocs", "files"] = "hub"  # where the text comes from: a data set of the Hugging Face hub,
-    # this Python's documentation, or --files
-    dataset: str = "HuggingFaceFW/fineweb"  # hub: its name, or a folder; .parquet or .jsonl with a column "text"
+    source: Literal["hub", "pydocs", "files"] = "hub"  # pydocs: this Python's documentation
+    dataset: str = "HuggingFaceFW/fineweb"  # hub: name, or folder of .parquet or .jsonl with "text"
     subset: str = "sample-10BT"  # hub: the subset of the data set; empty: its default
     split: str = "train"  # hub: the split of the data set, validation is taken from it too
     max_tokens: int = 0  # hub: stop after so many tokens, validation included; 0: all
-    files: tuple[str, ...] = ()  # for source=files: .txt (one document each), .jsonl and .parquet (a column "text")
-    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # auto: gpt2 for the hub, otherwise bytes (no download)
-    out_dir: str = "auto"  # where the shards go; its last part is the data set's name; auto: data/fineweb10B for the
-    # hub, otherwise data/SOURCE
-    shard_tokens: int = 100_000_000  # tokens in a shard, at most; except from the hub, cut at a whole window
-    val_fraction: float = 0.05  # part of the tokens held out for validation, in whole documents; hub: the first ones,
-    # at most a shard
-    retrieval_fraction: float = 0.0  # part of the training windows that are retrieval exercises; not for the hub
-    window: int = 256  # training length: exercises are packed for this block_size
-    seed: int = 1  # chooses the validation documents, the exercises and the order of packed windows; not for the hub
-    workers: int = 0  # processes that tokenise, without effect on the result; 0: one a CPU for the hub, otherwise 1
+    val_tokens: int = 10_000_000  # hub: the first documents that have so many are the validation
+    files: tuple[str, ...] = ()  # .txt (one document each), .jsonl or .parquet (a column "text")
+    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # auto: gpt2 for the hub, otherwise bytes
+    out_dir: str = "auto"  # its last part names the data; auto: data/fineweb10B or data/SOURCE
+    shard_tokens: int = 100_000_000  # in a training shard, at most
+    val_fraction: float = 0.05  # not hub: part of the tokens held out, in whole documents
+    retrieval_fraction: float = 0.0  # not hub: part of the training windows that are exercises
+    window: int = 256  # not hub: block_size of the training, for which exercises are packed
+    seed: int = 1  # not hub: chooses validation documents, exercises and the order of windows
+    workers: int = 0  # processes that tokenise; 0: one a CPU for the hub, otherwise 1
     check: str = ""  # a folder to verify, instead of preparing: headers, token counts, ids, sha256
 
     def __post_init__(self):
@@ -95,100 +76,147 @@ class PrepareConfig:
             self.out_dir = "data/fineweb10B" if hub else f"data/{self.source}"
         if self.workers == 0:
             self.workers = (os.cpu_count() or 1) if hub else 1
-        clear = all(part not in Path(self.out_dir).resolve().name for part in ("train_", "val_"))
-        rules = [
-            ("out_dir", clear, 'a last part without "train_" and "val_", by which train.py tells shards apart'),
-            ("files", bool(self.files) == (self.source == "files"), "file names with --source=files, and only then"),
-            ("val_fraction", 0 < self.val_fraction < 1, "above 0, below 1"),
-            ("retrieval_fraction", 0 <= self.retrieval_fraction <= 0.99, "0 to 0.99"),
-            ("retrieval_fraction", not (hub and self.retrieval_fraction), "0 unless --source is pydocs or files"),
-            ("window", self.window > 1, "2 tokens or more"),
-            ("shard_tokens", self.window < self.shard_tokens < 2**31 - 1, "more than a window, less than 2**31 - 1"),
-            ("max_tokens", self.max_tokens >= 0, "0 or more"),
-            ("max_tokens", hub or self.max_tokens == 0, "0 unless --source=hub"),
-            ("seed", self.seed >= 0, "0 or more"),
-            ("workers", self.workers > 0, "0 or more"),
-        ]
-        for field, holds, wanted in rules:
-            if not holds:
-                value = getattr(self, field)
-                shown = (",".join(value) or "empty") if isinstance(value, tuple) else repr(value)
-                raise ValueError(f"{field} is {shown}: expected {wanted}")
+        name = Path(self.out_dir).resolve().name
+        if "train_" in name or "val_" in name:  # shards are told apart by these
+            raise ValueError(f'out_dir is {self.out_dir}; its name may not have "train_" or "val_"')
+        if bool(self.files) != (self.source == "files"):
+            raise ValueError("files and --source=files need each other; give both or neither")
+        if self.retrieval_fraction if hub else self.max_tokens:
+            raise ValueError("max_tokens is for the hub, retrieval_fraction for the other sources")
+        if not (0 < self.val_fraction < 1 and 0 <= self.retrieval_fraction <= 0.99):
+            raise ValueError(
+                "val_fraction must be inside 0 to 1, retrieval_fraction from 0 to 0.99"
+            )
+        if not 1 < self.window < self.shard_tokens < 2**31 - 1:
+            raise ValueError("these must be in order: 1, window, shard_tokens, 2**31 - 1")
+        if self.max_tokens < 0 or self.val_tokens < 1:
+            raise ValueError("max_tokens must be at least 0, val_tokens at least 1")
+
+
+def settings_of(config: PrepareConfig) -> dict:
+    """What decides the shards' content, as JSON has it. A file counts by its name and size."""
+    keys = ["source", "tokenizer", "shard_tokens"]
+    if config.source == "hub":
+        keys += ["dataset", "subset", "split", "max_tokens", "val_tokens"]
+    else:
+        keys += ["val_fraction", "files", "retrieval_fraction", "window", "seed"]
+    paths = [path for path in map(Path, config.files) if path.is_file()]
+    files = [f"{path.name}, {path.stat().st_size:,} bytes" for path in paths]
+    values = asdict(config) | {"files": files}
+    return {key: values[key] for key in keys}
+
+
+def changes(there: dict, config: PrepareConfig) -> list[str]:
+    """How the settings of a data set differ from those of a config."""
+    wanted = settings_of(config).items()
+    return [f"{k}={there.get(k)} (expected {v})" for k, v in wanted if there.get(k) != v]
+
+
+# ---- documents, first as text, then as tokens
 
 
 class Place(NamedTuple):
-    """A place in a source: file and row of a document, and how many of its tokens come before."""
+    """Where reading may begin: a file, a row in it, and how many of its tokens to leave out."""
 
     file: int
     row: int
     offset: int = 0
 
 
-# ---- sources: iterators of document texts
+Texts = Iterable[tuple[Place, str]]
+Tokens = Iterable[tuple[Place, np.ndarray]]
+Shards = Iterable[tuple[np.ndarray, Place | None]]  # each with the place after it
 
 
-def local_files(names: Iterable[str]) -> list[str]:
-    """The paths of --files, all checked before the first is read."""
-    for path in map(Path, names):
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; name the files in it")
-        if not path.is_file():
-            raise ValueError(f"no file {path}")
-        if path.suffix not in (".txt", ".jsonl", ".parquet"):
-            raise ValueError(f"{path} has an unknown suffix: expected .txt, .jsonl or .parquet")
-    return [str(Path(name).resolve()) for name in names]
+def pydocs_documents() -> Iterator[str]:
+    """The language reference's topics, then the docstrings of each file of the standard library."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        problem = f"{sys.executable} ships without pydoc_data.topics: use another Python"
+        raise ValueError(problem) from error
+    for name in sorted(topics):
+        yield topics[name]
+    root = Path(sysconfig.get_path("stdlib"))
+    for parts in sorted(path.relative_to(root).parts for path in root.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(parts) and (texts := docstrings(root.joinpath(*parts))):
+            yield "\n\n".join(texts)
+
+
+def docstrings(path: Path) -> list[str]:
+    """Those of the file's module, classes and functions, by line. Nothing is imported."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def hub_files(config: PrepareConfig) -> list[str]:
+    """The data set's files. On the hub their paths name the commit: a restart finds the same."""
+    from datasets import load_dataset_builder
+
+    try:
+        splits = load_dataset_builder(config.dataset, config.subset or None).config.data_files or {}
+    except Exception as error:  # datasets and the HTTP libraries have their own kinds
+        advice = "check its name, --subset and the network, or use --source=pydocs (no download)"
+        raise ValueError(f"{config.dataset} cannot be opened: {error}; {advice}") from error
+    if config.split not in splits:
+        known = ", ".join(map(str, splits))
+        raise ValueError(f"{config.dataset} has no split {config.split}, only: {known}")
+    return [str(file) for file in splits[config.split]]
 
 
 def read_texts(file: str, skip: int) -> Iterator[str]:
-    """The texts of a file, local or on the hub, from row `skip` on, a few of them in memory at a time."""
+    """The texts of a file, local or on the hub, from row `skip` on. Few are in memory at a time."""
     if file.endswith(".txt"):
         yield from [Path(file).read_text(encoding="utf-8-sig")][skip:]
         return
-    import datasets  # slow, and most runs need no part of it
+    import datasets  # slow, and not always needed
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become a sentence of ours
-    lines = file.endswith(".jsonl")  # as text, since Arrow's JSON reader gives up at a lone surrogate
-    kind, options = ("text", {}) if lines else ("parquet", {"columns": ["text"], "batch_size": ROWS})
-    rows = datasets.load_dataset(kind, data_files=glob.escape(file), split="train", streaming=True, **options)
-    for row in rows.skip(skip):
-        # some editors begin a file with U+FEFF, a mark of its encoding
-        record = json.loads(row["text"].removeprefix("\ufeff").strip() or '{"text": ""}') if lines else row
-        text = record["text"] if isinstance(record, dict) and "text" in record else 0
-        if not isinstance(text, str | None):
-            columns = f", only: {', '.join(record)}" if isinstance(record, dict) else ""
-            raise ValueError(f'it has no strings in a column "text"{columns}')
-        yield text or ""  # a missing value reads as None
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
+    kind, options = "parquet", {"columns": ["text"], "batch_size": ROWS}
+    if lines := file.endswith(".jsonl"):
+        kind, options = "text", {}  # since Arrow's JSON reader gives up at a lone surrogate
+    options |= {"data_files": glob.escape(file), "split": "train", "streaming": True}
+    for record in datasets.load_dataset(kind, **options).skip(skip):
+        if lines:  # some editors begin a file with U+FEFF, a mark of its encoding
+            record = json.loads(record["text"].removeprefix("\ufeff").strip() or '{"text": null}')
+        if not isinstance(record, dict) or not isinstance(record.get("text", 0), str | None):
+            raise ValueError('it has no strings in a column "text"')
+        yield record["text"] or ""  # a missing value reads as None
 
 
-def read_documents(files: list[str], start: Place) -> Iterator[tuple[Place, str]]:
-    """The documents of all files from `start` on. A file on the hub that fails is opened again, after growing pauses,
-    at the row where it failed."""
-    (file, row, _), tries = start, 0
-    while file < len(files):
+def read_documents(files: list[str], start: Place) -> Texts:
+    """The documents from `start` on. A file on the hub that fails is opened again at the row where
+    it failed, after growing pauses."""
+    if strange := [name for name in files if not name.endswith((".txt", ".jsonl", ".parquet"))]:
+        raise ValueError(f"{strange[0]} has an unknown suffix: expected .txt, .jsonl or .parquet")
+    place, tries = start, 0
+    while place.file < len(files):
+        name = files[place.file]
         try:
-            for text in read_texts(files[file], row):
-                yield Place(file, row), text
-                row, tries = row + 1, 0
-            file, row = file + 1, 0
+            for text in read_texts(name, place.row):
+                yield place, text
+                place, tries = Place(place.file, place.row + 1), 0
+            place = Place(place.file + 1, 0)
         except Exception as error:  # datasets, pyarrow and the HTTP libraries have their own kinds
             reason = str(error).partition("\n")[0] or type(error).__name__
-            network = "://" in files[file] and (isinstance(error, OSError) or not isinstance(error, ValueError))
-            if not network or tries == len(PAUSES):
-                raise ValueError(f"{files[file]} cannot be read at row {row:,}: {reason}") from error
-            tqdm.write(f"{files[file]}: {reason}; trying again in {PAUSES[tries]} s", file=sys.stderr)
+            content = isinstance(error, ValueError) and not isinstance(error, OSError)
+            if "://" not in name or content or tries == len(PAUSES):
+                problem = f"{name} cannot be read at row {place.row:,}: {reason}"
+                raise ValueError(problem) from error
+            tqdm.write(f"{name}: {reason}; trying again in {PAUSES[tries]} s", file=sys.stderr)
             time.sleep(PAUSES[tries])
             tries += 1
 
 
-# ---- documents to tokens
-
-
-def encode_batch(tokenizer: str, documents: list[tuple[Place, str]]) -> list[tuple[Place, np.ndarray]]:
-    """uint16 ids of each document; none of a blank one."""
-    enc = get_tokenizer(tokenizer)
-    assert enc.n_vocab <= 2**16, f"{tokenizer} has {enc.n_vocab:,} ids, more than uint16 can tell apart"
-    ids = (encode_document(enc, text) if text.strip() else [] for _, text in documents)
-    return [(place, np.array(i, dtype=np.uint16)) for (place, _), i in zip(documents, ids, strict=True)]
+def encode_batch(tokenizer: str, documents: list[tuple[Place, str]]) -> Tokens:
+    """uint16 ids of each document from its place's offset on; none of a blank one."""
+    enc, encoded = get_tokenizer(tokenizer), []
+    for place, text in documents:
+        ids = data.encode_document(enc, text)[place.offset :] if text.strip() else []
+        encoded.append((place, np.array(ids, dtype=np.uint16)))
+    return encoded
 
 
 def start_worker() -> None:
@@ -198,7 +226,7 @@ def start_worker() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def tokenize(documents: Iterable[tuple[Place, str]], config: PrepareConfig) -> Iterator[tuple[Place, np.ndarray]]:
+def tokenize(documents: Texts, config: PrepareConfig) -> Tokens:
     """The ids of every document, in the documents' order whatever the number of workers."""
     documents = iter(documents)
     batches = iter(lambda: list(itertools.islice(documents, BATCH)), [])
@@ -206,101 +234,198 @@ def tokenize(documents: Iterable[tuple[Place, str]], config: PrepareConfig) -> I
         for batch in batches:
             yield from encode_batch(config.tokenizer, batch)
         return
-    pool = ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn"), start_worker)
-    waiting: deque = deque()  # two batches a worker, so that memory stays bounded
-    try:
-        for batch in batches:
-            waiting.append(pool.submit(encode_batch, config.tokenizer, batch))
-            if len(waiting) > 2 * config.workers:
+    spawn, waiting = multiprocessing.get_context("spawn"), deque()
+    with ProcessPoolExecutor(config.workers, spawn, start_worker) as pool:
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(encode_batch, config.tokenizer, batch))
+                if len(waiting) > 2 * config.workers:  # so that memory stays bounded
+                    yield from waiting.popleft().result()
+            while waiting:
                 yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise ValueError("a worker process died; if memory was short, use fewer --workers") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenExecutor as error:
+            problem = "a worker process died; if memory was short, use fewer --workers"
+            raise ValueError(problem) from error
 
 
-def with_progress(
-    documents: Iterable[tuple[Place, np.ndarray]], done: int = 0, expected: int | None = None
-) -> Iterator[tuple[Place, np.ndarray]]:
-    """The same documents, and a line with tokens, tokens a second, gigabytes and time left."""
-    with tqdm(initial=done, total=expected, unit=" tokens", unit_scale=True, mininterval=1, bar_format=BAR) as bar:
+def count_tokens(documents: Tokens, files: int, done: int = 0, most: int = 0) -> Tokens:
+    """The same documents, with a progress bar. They end at `most` tokens (0: never), of which
+    `done` came before."""
+    with tqdm(initial=done, total=most or None, unit=" tokens", unit_scale=True) as bar:
         for place, ids in documents:
+            ids = ids[: most - done] if most else ids
             yield place, ids
-            bar.set_postfix_str(f"{2 * bar.n / 1e9:.2f} GB", refresh=False)
+            done += len(ids)
+            bar.set_postfix_str(f"file {place.file + 1} of {files}", refresh=False)
             bar.update(len(ids))
+            if most and done == most:
+                return
 
 
-# ---- the data folder: shards, and a plan that says which are finished
+# ---- the hub: shards cut from a stream
 
 
-def total(plan: dict, what: str) -> int:
-    """Tokens or documents in all shards of a plan."""
-    return sum(shard[what] for shard in plan["shards"].values())
+def cut_stream(documents: Tokens, val_tokens: int, shard_tokens: int) -> Shards:
+    """Shards in the stream's order. Training shards may end inside a document.
+
+    The first is the validation, unless val_tokens is 0. It has whole documents, to the one that
+    reaches val_tokens: none is in both parts, and nothing depends on how much follows.
+    """
+    parts, missing = [], val_tokens or shard_tokens
+    for place, ids in documents:
+        begin = 0
+        while begin < len(ids):
+            end = len(ids) if val_tokens else min(len(ids), begin + missing)
+            after = place._replace(offset=place.offset + end)
+            parts.append(ids[begin:end])
+            begin, missing = end, missing - (end - begin)
+            if missing <= 0:
+                yield np.concatenate(parts), after
+                parts, val_tokens, missing = [], 0, shard_tokens
+    if parts:
+        yield np.concatenate(parts), after
 
 
-def whole_shards(folder: Path, plan: dict) -> list[str]:
-    """Names of the plan's shards before the first that is damaged or missing."""
-    names: list[str] = []
-    with suppress(ValueError, OSError):
-        for name in plan["shards"]:
-            read_shard(folder / name)
-            names.append(name)
-    return names
+def prepare_hub(config: PrepareConfig, plan: dict) -> int:
+    """Write the shards that the plan lacks. Returns the number of all documents."""
+    plan["files"] = files = plan.get("files") or hub_files(config)
+    shards = plan["shards"]
+    start = Place(*list(shards.values())[-1]["next"]) if shards else Place(0, 0)
+    done = sum(shard["tokens"] for shard in shards.values())
+    # the size of a whole data set shows only at its end: room for one shard is asked for
+    needed = config.max_tokens - done if config.max_tokens else config.shard_tokens
+    data.check_disk(Path(config.out_dir), needed)
+    documents = tokenize(read_documents(files, start), config)
+    documents = count_tokens(documents, len(files), done, config.max_tokens)
+    pieces = cut_stream(documents, 0 if shards else config.val_tokens, config.shard_tokens)
+    try:
+        write_shards(config, plan, pieces)
+    except (ValueError, OSError) as error:
+        safe = f"; {len(shards)} shards are safe in {config.out_dir}: start again"
+        raise ValueError(f"{error}{safe if shards else ''}") from error
+    return sum(shard["documents"] for shard in shards.values())
 
 
-def drop_shards(folder: Path, plan: dict, names: list[str]) -> None:
-    """Remove the last shards, the very last one first: at every moment the others are a whole beginning."""
-    for name in reversed(names):
-        (folder / name).unlink(missing_ok=True)
-        del plan["shards"][name]
+# ---- the other sources: validation documents drawn from all, exercises
 
 
-def settings_of(config: PrepareConfig) -> dict:
-    """What decides the shards' content, as it reads back from JSON; a file counts by its name and size."""
-    files = [f"{Path(name).name}, {Path(name).stat().st_size:,} bytes" for name in config.files if Path(name).is_file()]
-    values = asdict(config) | {"files": files}
-    return {key: values[key] for key in (HUB_SETTINGS if config.source == "hub" else MEMORY_SETTINGS)}
+def choose_validation(lengths: list[int], fraction: float, seed: int) -> set[int]:
+    """The first documents of a shuffle, which has long and short ones of every kind."""
+    if len(lengths) < 2:
+        raise ValueError(f"{len(lengths)} document(s): none can be held out whole, add files")
+    wanted, held, chosen = fraction * sum(lengths), 0, set()
+    for i in np.random.default_rng([seed, 0]).permutation(len(lengths)).tolist():
+        # one huge document must not take the training part
+        if held < wanted and held + lengths[i] <= 2 * wanted:
+            chosen.add(i)
+            held += lengths[i]
+    return chosen or {int(np.argmin(lengths))}
 
 
-def changes(there: dict, config: PrepareConfig) -> list[str]:
-    """How the settings of a data set differ from those of a config."""
-    wanted = settings_of(config)
-    return [f"{key}={there.get(key)} (expected {wanted[key]})" for key in wanted if there.get(key) != wanted[key]]
+def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Training and validation tokens, each at least one window and its last target."""
+    held = choose_validation(list(map(len, documents)), config.val_fraction, config.seed)
+    train = np.concatenate([ids for i, ids in enumerate(documents) if i not in held])
+    val = np.concatenate([documents[i] for i in sorted(held)])
+    for name, part in (("training", train), ("validation", val)):
+        if len(part) <= config.window:
+            size = f"{len(part):,} tokens, less than a window of {config.window:,} and a target"
+            advice = "add text, or change --val_fraction or --window"
+            raise ValueError(f"the {name} part has {size}: {advice}")
+    return train, val
 
 
-def earlier_run(config: PrepareConfig) -> dict:
-    """What out_dir holds: meta.json, or the plan of an unfinished run, or {}. Another data set there is an error."""
-    folder, notes = Path(config.out_dir), {}
-    if (folder / UNFINISHED).exists():
-        with suppress(ValueError):
-            notes = read_notes(folder / UNFINISHED)
-    else:
-        notes = read_meta(folder) or {}
-    if not notes or not notes.get("shards", True):  # without a shard nothing would be lost
-        return {}
+def training_shards(corpus: np.ndarray, config: PrepareConfig) -> list[np.ndarray]:
+    """The training tokens in pieces of shard_tokens, cut at whole windows. The token after a piece
+    is in it too: of N tokens, (N - 1) // T windows are read, as the last input needs a target."""
+    if config.retrieval_fraction:
+        from needles import pack_windows
+
+        enc = get_tokenizer(config.tokenizer)
+        corpus = pack_windows(corpus, enc, config.window, config.retrieval_fraction, config.seed)
+    step = config.shard_tokens // config.window * config.window
+    starts = range(0, max(1, len(corpus) - config.window), step)
+    return [corpus[at : at + step + 1] for at in starts]
+
+
+def prepare_in_memory(config: PrepareConfig, plan: dict) -> int:
+    """Read, split, pack and write one data set. Returns the number of its documents."""
+    folder = Path(config.out_dir)
+    if missing := [name for name in config.files if not Path(name).is_file()]:
+        raise ValueError(f"there is no file {missing[0]}")
+    texts = read_documents([str(Path(name).resolve()) for name in config.files], Place(0, 0))
+    if config.source == "pydocs":
+        pydocs = list(pydocs_documents())
+        texts = ((Place(0, i), text) for i, text in enumerate(pydocs))
+    encoded = count_tokens(tokenize(texts, config), len(config.files) or 1)
+    documents = [ids for _, ids in encoded if len(ids)]
+    train, val = split(documents, config)
+    pieces = [val, *training_shards(train, config)]
+    data.check_disk(folder, sum(map(len, pieces)))
+    write_shards(config, plan, ((piece, None) for piece in pieces))
+    if config.source == "pydocs":
+        with data.replacing(folder / "pydocs.txt") as file:
+            file.write("\n\n".join(pydocs).encode("utf-8", "replace"))
+    return len(documents)
+
+
+# ---- the data folder: its shards, and a plan that notes them
+
+
+def read_plan(config: PrepareConfig) -> dict:
+    """Settings, files and shards of an earlier run. Raises if out_dir holds other data."""
+    folder = Path(config.out_dir)
+    unfinished = folder / UNFINISHED
+    notes = data.read_notes(unfinished) if unfinished.exists() else data.read_meta(folder) or {}
+    if not notes.get("shards"):  # nothing would be lost
+        return {"settings": settings_of(config), "shards": {}}
     if changed := changes(notes.get("settings", {}), config):
-        raise ValueError(f"{folder} was prepared with {', '.join(changed)}: choose another --out_dir or delete it")
-    return notes
+        advice = "choose another --out_dir or delete it"
+        raise ValueError(f"{folder} was prepared with {', '.join(changed)}: {advice}")
+    return {key: notes[key] for key in ("settings", "shards", "files") if key in notes}
 
 
-def write_shards(config: PrepareConfig, plan: dict, pieces: Iterable[tuple[np.ndarray, Place | None]]) -> None:
-    """Write each piece as a shard, then note it and the place behind it in the plan, which is kept as UNFINISHED."""
+def whole_shards(folder: Path, shards: dict) -> dict:
+    """The shards before the first that is damaged or missing."""
+    whole = {}
+    with suppress(ValueError, OSError):
+        for name in shards:
+            data.read_shard(folder / name)
+            whole[name] = shards[name]
+    return whole
+
+
+def write_shards(config: PrepareConfig, plan: dict, shards: Shards) -> None:
+    """Write each shard, then note it and the place after it in the plan."""
     folder, eot = Path(config.out_dir), get_tokenizer(config.tokenizer).eot_token
-    for tokens, after in pieces:
+    for tokens, after in shards:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / UNFINISHED, plan)
-        name = shard_name(folder, len(plan["shards"]))
-        digest, documents = write_shard(folder / name, tokens), int((tokens == eot).sum())
-        plan["shards"][name] = {"tokens": len(tokens), "documents": documents, "sha256": digest, "next": after}
+        name = data.shard_name(folder, len(plan["shards"]))
+        notes = {"tokens": len(tokens), "documents": int((tokens == eot).sum())}
+        notes |= {"sha256": data.write_shard(folder / name, tokens), "next": after}
+        plan["shards"][name] = notes
         write_json(folder / UNFINISHED, plan)
 
 
-def finish(config: PrepareConfig, plan: dict, documents: int) -> dict:
-    """Write meta.json: the folder is complete. Returns what is in it."""
-    folder, enc = Path(config.out_dir), get_tokenizer(config.tokenizer)
-    val, *train = (shard["tokens"] for shard in plan["shards"].values())
+def prepare(config: PrepareConfig) -> None:
+    """Prepare one data set, unless it is there already."""
+    started, folder, hub = time.perf_counter(), Path(config.out_dir), config.source == "hub"
+    plan = read_plan(config)
+    whole = whole_shards(folder, plan["shards"])
+    if not (folder / UNFINISHED).exists():
+        if whole and whole == plan["shards"]:
+            print(f"{folder} is already prepared with these settings: nothing to do")
+            return
+        data.refuse_strangers(folder, set(plan["shards"]))
+    enc = get_tokenizer(config.tokenizer)  # it may be missing, and that is better said at once
+    configurator.check_folder(folder)
+    plan["shards"] = whole if hub else {}
+    documents = (prepare_hub if hub else prepare_in_memory)(config, plan)
+    val, *train = [shard["tokens"] for shard in plan["shards"].values()] or [0]
+    if not train:
+        size = f"{config.dataset} has {val:,} tokens in its split {config.split}"
+        raise ValueError(f"{size}, none for training: delete {folder} and lower --val_tokens")
     meta = {
         "source": config.source,
         "tokenizer": config.tokenizer,
@@ -312,190 +437,22 @@ def finish(config: PrepareConfig, plan: dict, documents: int) -> dict:
         "val_tokens": val,
         "python": platform.python_version(),  # its documentation differs between versions
     }
-    meta |= plan
-    write_json(folder / "meta.json", meta)
+    write_json(folder / "meta.json", meta | plan)
     (folder / UNFINISHED).unlink()
-    return meta
-
-
-# ---- sources in memory: validation documents drawn from all, exercises
-
-
-def choose_validation(lengths: list[int], fraction: float, seed: int) -> set[int]:
-    """The documents held out: the first of a shuffle, which has long and short ones of every kind."""
-    if len(lengths) < 2:
-        raise ValueError(f"{len(lengths)} document(s): none can be held out whole, add files")
-    wanted, held, chosen = fraction * sum(lengths), 0, set()
-    for i in np.random.default_rng([seed, 0]).permutation(len(lengths)).tolist():
-        if held < wanted and held + lengths[i] <= 2 * wanted:  # one huge document must not take the training part
-            chosen.add(i)
-            held += lengths[i]
-    return chosen or {int(np.argmin(lengths))}
-
-
-def split(documents: list[np.ndarray], config: PrepareConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation tokens, each at least one window and its last target."""
-    held = choose_validation([len(document) for document in documents], config.val_fraction, config.seed)
-    train = np.concatenate([document for i, document in enumerate(documents) if i not in held])
-    val = np.concatenate([documents[i] for i in sorted(held)])
-    for name, part in (("training", train), ("validation", val)):
-        if len(part) <= config.window:
-            size = f"{len(part):,} tokens, less than a window of {config.window:,} and its last target"
-            raise ValueError(f"the {name} part has {size}: add text, or change --val_fraction or --window")
-    return train, val
-
-
-def training_shards(corpus: np.ndarray, enc: tiktoken.Encoding, config: PrepareConfig) -> list[np.ndarray]:
-    """The training tokens in pieces of shard_tokens, each cut at a whole window. The token behind a piece is in it too:
-    (N - 1) // T windows are read of N tokens, since the last input needs a target."""
-    if config.retrieval_fraction:
-        from exercises import pack_windows  # needs torch, as the passkey test does
-
-        corpus = pack_windows(corpus, enc, config.window, config.retrieval_fraction, config.seed)
-    step = config.shard_tokens // config.window * config.window
-    return [corpus[at : at + step + 1] for at in range(0, max(1, len(corpus) - config.window), step)]
-
-
-def prepare_in_memory(config: PrepareConfig) -> dict:
-    """Read, split, pack and write one data set."""
-    folder, enc = Path(config.out_dir), get_tokenizer(config.tokenizer)
-    pydocs = list(pydocs_documents()) if config.source == "pydocs" else []
-    texts = ((Place(0, i), text) for i, text in enumerate(pydocs))
-    if config.source == "files":
-        texts = read_documents(local_files(config.files), Place(0, 0))
-    documents = [ids for _, ids in with_progress(tokenize(texts, config)) if len(ids)]
-    corpus, val = split(documents, config)
-    pieces = [val, *training_shards(corpus, enc, config)]
-    refuse_strangers(folder, {shard_name(folder, i) for i in range(len(pieces))})
-    check_disk(folder, sum(map(len, pieces)))
-    write_shards(config, plan := {"settings": settings_of(config), "shards": {}}, ((piece, None) for piece in pieces))
-    if pydocs:
-        with replacing(folder / "pydocs.txt") as file:
-            file.write("\n\n".join(pydocs).encode("utf-8", "replace"))
-    return finish(config, plan, len(documents))
-
-
-# ---- the hub: shards cut from a stream
-
-
-def cut_stream(
-    documents: Iterable[tuple[Place, np.ndarray]], start: Place, val_size: int, shard_tokens: int, left: int
-) -> Iterator[tuple[np.ndarray, Place]]:
-    """`left` tokens of the documents, from `start` on, in pieces of shard_tokens, each with the place behind it.
-
-    val_size is the size of the first piece, the validation, or 0 if there is one already. It ends with a document, so
-    that none is in both parts (unless that would cost half of it); training pieces may end inside a document.
-    """
-    buffer, filled, size = np.empty(max(val_size, shard_tokens), np.uint16), 0, val_size or shard_tokens
-    for place, ids in documents:
-        begin = start.offset if place[:2] == start[:2] else 0
-        while begin < len(ids) and left:
-            room = min(size, left) - filled
-            whole = val_size and begin == 0 and len(ids) > room and 2 * filled > size
-            count = 0 if whole else min(room, len(ids) - begin)
-            buffer[filled : filled + count] = ids[begin : begin + count]
-            filled, begin = filled + count, begin + count
-            if whole or count == room:
-                yield buffer[:filled], place._replace(offset=begin)
-                left, filled, val_size, size = left - filled, 0, 0, shard_tokens
-        if not left:
-            return
-    if filled:
-        yield buffer[:filled], place._replace(offset=begin)
-
-
-def validation_size(config: PrepareConfig, tokens: int) -> int:
-    """Validation tokens of so many in all."""
-    return max(1, min(config.shard_tokens, int(config.val_fraction * tokens)))
-
-
-def new_plan(config: PrepareConfig) -> dict:
-    """What is to be read: the data set's files in order; on the hub their paths name the commit, so that it is the same
-    text after a restart, and about how many tokens they hold."""
-    from datasets import load_dataset_builder
-    from fsspec.core import url_to_fs
-
-    try:
-        found = load_dataset_builder(config.dataset, config.subset or None).config.data_files or {}
-        files = [str(file) for file in found.get(config.split, ())]
-        sizes = [] if config.max_tokens else [fs.size(path) for fs, path in map(url_to_fs, files)]
-    except Exception as error:  # datasets, huggingface_hub and the HTTP libraries have their own kinds
-        advice = "check its name, --subset and the network, or use --source=pydocs, which needs no download"
-        raise ValueError(f"{config.dataset} cannot be opened: {error}; {advice}") from error
-    if not files:
-        raise ValueError(f"{config.dataset} has no split {config.split}, only: {', '.join(map(str, found))}")
-    if strange := [file for file in files if not file.endswith((".jsonl", ".parquet"))]:
-        raise ValueError(f"{strange[0]} has an unknown suffix: expected .jsonl or .parquet")
-    return {
-        "settings": settings_of(config),
-        "files": files,
-        "expected_tokens": config.max_tokens or round(sum(sizes) * TOKENS_PER_BYTE[config.tokenizer]),
-        "val_size": validation_size(config, config.max_tokens or sys.maxsize),
-        "shards": {},
-    }
-
-
-def stream(config: PrepareConfig, plan: dict) -> None:
-    """Write the shards that the plan still lacks."""
-    shards, done = plan["shards"], total(plan, "tokens")
-    start = Place(*list(shards.values())[-1]["next"]) if shards else Place(0, 0)
-    left = (config.max_tokens or sys.maxsize) - done
-    documents = with_progress(tokenize(read_documents(plan["files"], start), config), done, plan["expected_tokens"])
-    pieces = cut_stream(documents, start, 0 if shards else plan["val_size"], config.shard_tokens, left)
-    try:
-        write_shards(config, plan, pieces if left else ())
-    except (ValueError, OSError) as error:
-        safe = f"; {len(shards)} shards, {total(plan, 'tokens'):,} tokens, are safe in {config.out_dir}: start again"
-        raise ValueError(f"{error}{safe * bool(shards)}") from error
-
-
-def prepare_hub(config: PrepareConfig, plan: dict) -> dict:
-    """Stream a data set, or go on with the plan of an earlier run."""
-    folder = Path(config.out_dir)
-    plan = plan if {"files", "val_size", "expected_tokens"} <= set(plan) else new_plan(config)
-    whole = whole_shards(folder, plan)
-    drop_shards(folder, plan, list(plan["shards"])[len(whole) :])
-    begun = {shard_name(folder, len(whole))} if (folder / UNFINISHED).exists() else set()
-    refuse_strangers(folder, begun | set(whole))
-    check_disk(folder, plan["expected_tokens"] - total(plan, "tokens"))
-    stream(config, plan)
-    if not plan["shards"]:
-        raise ValueError(f"{config.dataset} has no text in its split {config.split}")
-    fitting = validation_size(config, total(plan, "tokens"))
-    if fitting < plan["val_size"]:  # only now it is known how small the data set is
-        print(f"{total(plan, 'tokens'):,} tokens in all: once more, with {fitting:,} of them for validation")
-        drop_shards(folder, plan, list(plan["shards"]))
-        plan["val_size"] = fitting
-        stream(config, plan)
-    return finish(config, plan, total(plan, "documents"))
-
-
-def prepare(config: PrepareConfig) -> None:
-    """Prepare one data set, unless it is there already."""
-    started, folder = time.perf_counter(), Path(config.out_dir)
-    notes = earlier_run(config)
-    finished = {} if (folder / UNFINISHED).exists() else notes.get("shards", {})
-    if finished and len(whole_shards(folder, notes)) == len(finished):
-        print(f"{folder} is already prepared with these settings: nothing to do")
-        return
-    get_tokenizer(config.tokenizer)  # it may be missing, and that is better said at once
-    configurator.check_folder(folder)
-    meta = prepare_hub(config, notes) if config.source == "hub" else prepare_in_memory(config)
-    sizes = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"
-    print(f"wrote {sizes} in {len(meta['shards'])} shards to {folder} in {time.perf_counter() - started:.1f} s")
+    sizes = f"{sum(train):,} training and {val:,} validation tokens in {len(plan['shards'])} shards"
+    print(f"wrote {sizes} to {folder} in {time.perf_counter() - started:.1f} s")
 
 
 def main() -> None:
     argv = sys.argv[1:]
-    if "--check" in argv[:-1]:  # --check FOLDER is --check=FOLDER
-        at = argv.index("--check")
-        argv[at : at + 2] = [f"--check={argv[at + 1]}"]
+    if len(argv) == 2 and argv[0] == "--check":  # --check FOLDER is --check=FOLDER
+        argv = ["=".join(argv)]
     (config,), _ = configurator.parse([PrepareConfig], argv, __doc__)
     with configurator.user_errors():
         if config.check:
-            verify(Path(config.check))
+            data.verify(Path(config.check))
         else:
-            lock_folder(Path(config.out_dir))
+            data.lock_folder(Path(config.out_dir))
             prepare(config)
 
 

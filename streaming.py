@@ -1,21 +1,22 @@
-"""The model of model.py over very long texts: the same weights and the same formulas, in memory linear in the length.
+"""The model over very long texts: the same weights and formulas, in memory linear in the length.
 
-Four things are different from a training forward:
-- keys and values are kept in a cache that is allocated once, and the text passes through the model in chunks;
-- attention works on tiles, a block of queries against some of its keys at a time. The log-prior of a tile depends on
-  i - j only (times ln n of the row), so it is a strided view of one vector per head, never computed by element;
-- blocks of keys that the prior makes too small to change a float32 result are not computed (see `needed_blocks`), so
-  that a head whose prior falls off costs linear time;
-- the last layer's attention and MLP, and the output layer, run only for the positions that are asked for.
+Four things differ from a training forward:
+- keys and values stay in a cache that is allocated once; the text passes through it in chunks;
+- attention works on tiles, a block of queries against some of its keys. A tile's log-prior depends
+  on i - j only (times a factor of the row): a strided view of one vector per head;
+- blocks of keys that the prior makes too small to change a float32 result are skipped (see
+  `needed_blocks`), so that a head whose prior falls off costs linear time;
+- the last layer and the output layer run only for the positions that are asked for.
 
-The tiles of a query are joined by Bayes' rule. On the keys of a tile A alone the posterior is softmax over A, with
-the expectation y_A and the evidence E_A = sum_A e^score; over two sets of keys it is the mixture
+The tiles of a query are joined by Bayes' rule. On the keys of a tile A alone the posterior is
+softmax over A, with the expectation y_A and the evidence E_A = sum_A e^score; over two sets of keys
+it is the mixture
 
     y = (E_A y_A + E_B y_B) / (E_A + E_B).
 
-Scores, softmax and sums are float32 whatever the cache holds; no matrix of queries x keys outlives its tile.
+Scores, softmax and sums are float32 whatever the cache holds; no queries x keys outlive their tile.
 
-A row is one document, with any end-of-text marker inside it: to score documents apart, pass them as rows of their own.
+A row is one document, with any end-of-text marker inside it: score documents apart as rows apart.
 """
 
 import copy
@@ -27,29 +28,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, LOSS_CHUNK, CausalSelfAttention, Layout, ModelConfig
+from model import GPT, LOSS_CHUNK, CausalSelfAttention, ModelConfig
 
 BLOCK = 256  # queries of a block, and keys of a block that is computed or skipped
-SKIP_TOLERANCE = 1e-8  # posterior mass that may be left out in all; half a unit of float32's last place is 6e-8
-CHUNK_TOKENS, TILE_SCORES = 2**11, 2**19  # CPU: tokens through a layer, and scores, at once; 2 MiB stay in its cache
-CUDA_CHUNK_TOKENS, CUDA_TILE_SCORES = 2**14, 2**26  # at most; fewer scores where little memory is free
-HIDDEN = torch.finfo(torch.float32).min  # finite, so that a row whose keys are all hidden in one tile is not NaN
+SKIP_TOLERANCE = 1e-8  # posterior mass to leave out in all; float32 rounds by up to 6e-8
+CHUNK_TOKENS = 2**11  # tokens through a layer at once, on a CPU
+TILE_SCORES = 2**19  # scores at once, on a CPU: 2 MiB stay in its cache
+CUDA_CHUNK_TOKENS = 2**14
+CUDA_TILE_SCORES = 2**26  # at most; fewer where little memory is free
+HIDDEN = torch.finfo(torch.float32).min  # finite: a tile may hide all keys of a row, without a NaN
 
 
 def cache_bytes(cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Memory of the keys and values of a cache; the priors beside them are 4 bytes per layer, head and token."""
+    """Of keys and values; the priors beside them are 4 bytes per layer, head and token."""
     return 2 * cfg.n_layer * batch * length * cfg.n_embd * dtype.itemsize
 
 
 def cache_dtype(device: torch.device) -> torch.dtype:
-    """float32 on a CPU; float16 on CUDA, which holds three bits more than bfloat16 from 6e-5 to 65,504. There lie keys
-    and values, being products of normalised inputs; one beyond would end in NaN, and dtype=torch.bfloat16 helps."""
+    """float32 on a CPU. float16 on CUDA: from 6e-5 to 65,504, where keys and values lie as products
+    of normalised inputs, it holds three bits more than bfloat16. One beyond would end in NaN:
+    dtype=torch.bfloat16 helps."""
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
-def require_memory(
-    cfg: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype | None = None
-) -> None:
+def require_memory(cfg: ModelConfig, batch: int, length: int, device, dtype=None) -> None:
     """ValueError if a device could not hold the cache even if it held nothing else."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -59,60 +61,63 @@ def require_memory(
         return
     if (needed := cache_bytes(cfg, batch, length, dtype or cache_dtype(device))) > total:
         raise ValueError(
-            f"the cache of {batch} x {length:,} tokens takes {needed / 2**30:.1f} GiB, and {device} has "
-            f"{total / 2**30:.1f} GiB; choose a shorter length"
+            f"the cache of {batch} x {length:,} tokens takes {needed / 2**30:.1f} GiB, and {device}"
+            f" has {total / 2**30:.1f} GiB; choose a shorter length"
         )
 
 
 def block_maxima(values: Tensor) -> Tensor:
     """(H, n) -> (H, blocks): the largest of each BLOCK values, the last of which may be fewer."""
-    H, n = values.shape
-    return F.pad(values, (0, -n % BLOCK), value=-torch.inf).reshape(H, -(-n // BLOCK), BLOCK).amax(-1)
+    padded = F.pad(values, (0, -values.shape[1] % BLOCK), value=-torch.inf)
+    return padded.unflatten(1, (-1, BLOCK)).amax(-1)
 
 
 class LayerCache:
-    """What one layer knows of the tokens so far: keys and values, (B, H, length, D) each, and its log-prior."""
+    """What one layer knows of the tokens so far: keys, values (B, H, length, D) and its prior."""
 
     @torch.no_grad()
     def __init__(self, attn: CausalSelfAttention, batch: int, length: int, dtype: torch.dtype):
         H, device = attn.cfg.n_head, attn.qkv.weight.device
         self.keys = torch.empty(batch, H, length, attn.cfg.head_dim, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
-        self.norms = torch.zeros(H, -(-length // BLOCK), device=device)  # the largest |k| of a block, over the batch
+        # the largest |k| of each block, over the batch
+        self.norms = torch.zeros(H, -(-length // BLOCK), device=device)
         prior = attn.log_prior(length)
-        prior = torch.zeros(1, length, device=device) if prior is None else prior  # (H or 1, length) by distance
+        if prior is None:
+            prior = torch.zeros(1, length, device=device)
         # from the farthest distance to 0, then the future
         self.reversed_prior = F.pad(prior.flip(-1), (0, BLOCK), value=-torch.inf).expand(H, -1)
-        # the distances from a block of queries to the block of keys b + 1 before it are in the blocks b and b + 1
+        # the block of keys b + 1 before a block of queries has distances of the blocks b and b + 1
         peaks = block_maxima(prior)
         self.ceilings = torch.maximum(peaks[:, :-1], peaks[:, 1:]).expand(H, -1)
-        self.prior_has_row_scale = attn.prior_has_row_scale
-        self.computed, self.visible = torch.zeros(H, dtype=torch.int64), 0  # blocks of keys, over blocks of queries
+        # blocks of keys that each head computed and could have, over the blocks of queries so far
+        self.computed, self.visible = torch.zeros(H, dtype=torch.int64), 0
 
     def append(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put k, v (B, H, T, D) at the places from `start` on. Norms are taken anew from the block `start` is in."""
+        """Put k, v (B, H, T, D) at the places from `start` on. That block's norm is taken again."""
         end, first = start + k.shape[2], start // BLOCK
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         norms = block_maxima(self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0))
-        self.norms[:, first : first + norms.shape[-1]] = norms
+        self.norms[:, first : first + norms.shape[1]] = norms
 
     def fork(self, copies: int, used: int) -> "LayerCache":
-        """A layer of `copies` rows for each of this one's, with its first `used` tokens and the same priors."""
+        """`copies` rows for each of this layer's, with its first `used` tokens and its prior."""
         new, tensors = copy.copy(self), (self.keys, self.values)
         new.keys, new.values = (t.new_empty(copies * len(t), *t.shape[1:]) for t in tensors)
-        new.norms, new.computed, new.visible = torch.zeros_like(self.norms), torch.zeros_like(self.computed), 0
+        new.norms, new.computed = torch.zeros_like(self.norms), torch.zeros_like(self.computed)
+        new.visible = 0
         new.append(0, *(t[:, :, :used].repeat_interleave(copies, dim=0) for t in tensors))
         return new
 
 
 class KVCache:
-    """Keys and values of all layers for up to `length` tokens in `batch` rows; `used` of them are filled.
+    """Keys and values of all layers for `batch` rows of up to `length` tokens; `used` are filled.
 
-    exact: compute every block of keys, also those that cannot change a float32 result. dtype: of keys and values; none
-    given: see `cache_dtype`. Raises ValueError if the device can never hold it.
+    exact: compute every block of keys, also those that cannot change a float32 result. dtype: of
+    keys and values; None: `cache_dtype`. Raises ValueError if the device can never hold it.
     """
 
-    def __init__(self, model: GPT, batch: int, length: int, exact: bool = False, dtype: torch.dtype | None = None):
+    def __init__(self, model: GPT, batch: int, length: int, exact: bool = False, dtype=None):
         device = model.embedding.weight.device
         dtype = dtype or cache_dtype(device)
         require_memory(model.cfg, batch, length, device, dtype)
@@ -121,47 +126,52 @@ class KVCache:
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
+            reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + reusable
+            self.chunk_tokens = CUDA_CHUNK_TOKENS
             # a tile holds scores and weights, 4 bytes each; half of the memory stays
-            self.chunk_tokens, self.tile_scores = CUDA_CHUNK_TOKENS, min(CUDA_TILE_SCORES, free // 16)
+            self.tile_scores = min(CUDA_TILE_SCORES, free // 16)
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens, to go on from there with others."""
+        """Forget all but the first `length` tokens, to continue from there with others."""
         if not 0 <= length <= self.used:
             raise ValueError(f"cannot rewind to {length} tokens; the cache holds {self.used}")
         self.used = length
 
     def fork(self, batch: int) -> "KVCache":
-        """A copy with the same room and `batch` rows, a multiple of this cache's: row r is copied from row
+        """A copy with `batch` rows, a multiple of this cache's: row r is copied from row
         r * self.batch // batch. For texts that share a beginning, which is then computed once."""
         if batch % self.batch:
-            raise ValueError(f"a cache of {self.batch} rows cannot be forked to {batch}; take a multiple")
+            raise ValueError(f"a cache of {self.batch} rows, forked to {batch}; take a multiple")
         require_memory(self.cfg, batch, self.length, self.layers[0].keys.device, self.dtype)
         new = copy.copy(self)
-        new.batch, new.layers = batch, [layer.fork(batch // self.batch, self.used) for layer in self.layers]
+        new.batch = batch
+        new.layers = [layer.fork(batch // self.batch, self.used) for layer in self.layers]
         return new
 
     def skipped(self) -> Tensor:
-        """Share of the visible blocks of keys, over all blocks of queries so far, that were skipped: (layers, H)."""
-        return torch.stack([1 - layer.computed.double() / max(1, layer.visible) for layer in self.layers])
+        """Share of the visible blocks of keys that were skipped so far: (layers, H)."""
+        shares = [layer.computed.double() / max(1, layer.visible) for layer in self.layers]
+        return 1 - torch.stack(shares)
 
 
 class Queries(NamedTuple):
-    """A block of queries at the positions stop - R ... stop - 1, the last one first: so its strips are views."""
+    """A block of queries at stop - R ... stop - 1, the last one first: so its strips are views."""
 
     q: Tensor  # (B, H, R, D), scaled as `project` does
-    scale: Tensor  # (R, 1): the factor of the log-prior of each row, ln n or 1
+    scale: Tensor  # (R, 1): what multiplies the log-prior in each row
     stop: int
     window: int | None  # keys further away than this are hidden
 
 
-def prior_strip(reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int) -> Tensor:
-    """Log-prior of the queries stop - 1, stop - 2, ... (rows of them) by the keys begin ... end - 1, for some heads.
+def prior_strip(
+    reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int
+) -> Tensor:
+    """Log-prior of `rows` queries stop - 1, stop - 2, ... by the keys begin ... end - 1.
 
-    reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf -> (h, rows, end - begin). Row r is
-    of query stop - 1 - r: from key to key and from row to row the distance falls by one, so each row is the vector
-    from one place further on, and all of them are a view. Places past distance 0 are the future, hidden by -inf.
+    reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf for the future.
+    From key to key and from row to row the distance falls by one: each row is the vector from one
+    place further on, so the result (h, rows, end - begin) is a view of it.
     """
     place, keys = reversed_prior.shape[-1] - BLOCK - stop + begin, end - begin
     return reversed_prior[:, place : place + keys + rows - 1][heads].unfold(-1, keys, 1)
@@ -172,11 +182,11 @@ def attend_tile(
 ) -> tuple[Tensor, Tensor]:
     """The posterior over the keys begin ... end - 1 alone, for some of the heads (h of them).
 
-    Returns the expectation of the values (B, h, R, D) and the logarithm of the evidence (B, h, R, 1), from the largest
-    weight w = e^(top - ln E), which is at least 1 / keys.
+    Returns the expectation of the values (B, h, R, D) and the logarithm of the evidence
+    (B, h, R, 1), from the largest weight w = e^(top - ln E), which is at least 1 / keys.
     """
-    q, keys, values = queries.q[:, heads], layer.keys[:, heads, begin:end], layer.values[:, heads, begin:end]
-    rows = q.shape[2]
+    q, keys = queries.q[:, heads], layer.keys[:, heads, begin:end]
+    values, rows = layer.values[:, heads, begin:end], q.shape[2]
     strip = prior_strip(layer.reversed_prior, heads, rows, begin, end, queries.stop)
     scores = (q @ keys.float().transpose(-2, -1)).addcmul_(strip, queries.scale)  # (B, h, R, S)
     if queries.window is not None and queries.stop - 1 - begin > queries.window:
@@ -187,18 +197,23 @@ def attend_tile(
     return weights @ values.float(), top - weights.amax(-1, keepdim=True).log()
 
 
-def needed_blocks(queries: Queries, log_evidence: Tensor, norms: Tensor, ceilings: Tensor, exact: bool) -> Tensor:
+def needed_blocks(
+    queries: Queries, log_evidence: Tensor, norms: Tensor, ceilings: Tensor, exact: bool
+) -> Tensor:
     """Which far blocks of keys may matter to a block of queries: (H, blocks) bool.
 
-    log_evidence (B, H, R, 1): ln E of the near keys, which are always computed; norms and ceilings (H, blocks): the
-    largest |k| of each far block and the largest log-prior at its distances, before the row's scale (above 0).
+    log_evidence (B, H, R, 1): ln E of the near keys, which are always computed; norms and ceilings
+    (H, blocks): the largest |k| of each far block, and the largest log-prior at its distances,
+    before the row's scale (above 0).
 
-    The bound. By Cauchy-Schwarz no key of block t scores more than u = |q_i| max|k| + max_d(scale_i prior_d) in row i;
-    the scale is between the smallest and the largest of the rows, and a product with it is largest at one of the two,
-    whatever the prior's sign and shape. Skipped are the blocks where u - ln E <= ln(SKIP_TOLERANCE / n) in all rows, n
-    being the number of all keys. So all skipped keys together have at most the evidence n E SKIP_TOLERANCE / n, that
-    is a posterior mass m <= SKIP_TOLERANCE. With the kept mean y and the skipped mean z the result (1 - m) y + m z
-    differs from y by m (z - y): by less than float32 can tell from y, in units of the largest value.
+    The bound. By Cauchy-Schwarz no key of a block scores more than
+    u = |q_i| max|k| + max_d(scale_i prior_d) in row i. The scale lies between the smallest and the
+    largest of the rows, and a product with it is largest at one of the two, whatever the prior's
+    sign and shape. Skipped are the blocks with u - ln E <= ln(SKIP_TOLERANCE / n) in all rows, n
+    being the number of all keys. So all skipped keys together have at most the evidence
+    n E SKIP_TOLERANCE / n: a posterior mass m <= SKIP_TOLERANCE. With the kept mean y and the
+    skipped mean z the result (1 - m) y + m z differs from y by m (z - y): by less than float32 can
+    tell from y, in units of the largest value.
     """
     if exact:
         return torch.ones_like(norms, dtype=torch.bool)
@@ -209,26 +224,29 @@ def needed_blocks(queries: Queries, log_evidence: Tensor, norms: Tensor, ceiling
 
 
 def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
-    """Posterior expectation of the values for one block of queries: (B, H, R, D), the last query first.
+    """Posterior expectation of the values for a block of queries: (B, H, R, D), the last first.
 
-    First the near keys, those of the queries' own block and the one before, for all heads; then, tile by tile, the
-    far keys for the heads that need them.
+    First all heads read the near keys, those of the queries' own block and the one before. Then,
+    tile by tile, the heads that need them read the far keys.
     """
-    q, _, stop, window = queries
-    B, H, rows, _ = q.shape
-    own = (stop - 1) // BLOCK
-    lowest = 0 if window is None else max(0, stop - rows - window) // BLOCK
+    B, H, rows, D = queries.q.shape
+    own, lowest = (queries.stop - 1) // BLOCK, 0
+    if queries.window is not None:
+        lowest = max(0, queries.stop - rows - queries.window) // BLOCK
     near = max(lowest, own - 1)
-    y, log_evidence = attend_tile(layer, queries, slice(None), near * BLOCK, stop)
+    y, log_evidence = attend_tile(layer, queries, slice(None), near * BLOCK, queries.stop)
     layer.computed += own + 1 - near
     layer.visible += own + 1 - lowest
     if near == lowest:
         return y
-    ceilings = layer.ceilings[:, own - near : own - lowest].flip(-1)  # by block of keys, as the norms are
-    needed = needed_blocks(queries, log_evidence, layer.norms[:, lowest:near], ceilings, cache.exact)
-    copies = 0 if cache.dtype == torch.float32 else q.shape[3]  # of keys and values in float32, beside the scores
-    size = max(1, cache.tile_scores // (B * H * (rows + copies) * BLOCK))  # blocks of keys in a tile
-    tiles = F.pad(needed, (0, -needed.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1).cpu()  # (H, tiles)
+    ceilings = layer.ceilings[:, own - near : own - lowest].flip(-1)  # by block, as norms are
+    norms = layer.norms[:, lowest:near]
+    needed = needed_blocks(queries, log_evidence, norms, ceilings, cache.exact)
+    # a tile also holds keys and values in float32, where the cache has another format
+    copies = 0 if cache.dtype == torch.float32 else D
+    size = max(1, cache.tile_scores // (B * H * (rows + copies) * BLOCK))  # blocks in a tile
+    padded = F.pad(needed, (0, -needed.shape[-1] % size))
+    tiles = padded.unflatten(-1, (-1, size)).any(-1).cpu()  # (H, tiles)
     for tile in tiles.any(0).nonzero().flatten().tolist():
         first, last = lowest + tile * size, min(lowest + (tile + 1) * size, near)
         heads = tiles[:, tile].nonzero().flatten().tolist()
@@ -243,16 +261,15 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
     return y
 
 
-def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layout) -> Tensor:
-    """Attention of the queries q (B, H, R, D) at the positions stop - R ... stop - 1, in blocks that end where blocks
-    of keys do. Only a query that sees a single key has ln n = 0; its weight is 1 whatever the scale, and a scale just
-    above 0 keeps its future at -inf, where 0 would make it NaN."""
-    out, start = torch.empty_like(q), stop - q.shape[2]
-    scale = layout.log_n[0, 0].clamp(min=1e-30) if layer.prior_has_row_scale else torch.ones_like(layout.log_n[0, 0])
-    begin = start
+def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, row_scale: Tensor) -> Tensor:
+    """Attention of the queries q (B, H, R, D) at stop - R ... stop - 1, in blocks that end where
+    blocks of keys do. Only a query that sees a single key has the scale ln n = 0. Its weight is 1
+    whatever the scale, and one just above 0 keeps its future at -inf, where 0 would make it NaN."""
+    out, begin = torch.empty_like(q), stop - q.shape[2]
+    scale = row_scale[0, 0].clamp(min=1e-30)
     while begin < stop:
         end = min(stop, (begin // BLOCK + 1) * BLOCK)
-        rows = slice(begin - start, end - start)
+        rows = slice(begin - stop + q.shape[2], end - stop + q.shape[2])
         queries = Queries(q[:, :, rows].float().flip(2), scale[rows].flip(0), end, cache.window)
         out[:, :, rows] = attend_block(cache, layer, queries).flip(2)
         begin = end
@@ -260,54 +277,58 @@ def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, layout: Layo
 
 
 def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tensor:
-    """Run T more tokens (B, T) through all layers; returns the last block's last `wanted` outputs, (B, wanted, C)."""
+    """Run T more tokens (B, T) through all layers; returns the last `wanted` outputs, (B, ., C)."""
     T, start = idx.shape[1], cache.used
     positions = torch.arange(start, start + T, device=idx.device)[None]
     x, layout = model.embed(idx, positions), model.layout(positions)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         q, k, v = block.attn.project(block.norm_attn(x), layout)
+        _, row_scale = block.attn.ssmax(layout.log_n)
         layer.append(start, k, v)
         if layer is cache.layers[-1]:
             last = slice(T - wanted, None)
-            x, q, layout = x[:, last], q[:, :, last], layout._replace(log_n=layout.log_n[:, :, last])
-        x = x + block.attn.merge(attend(cache, layer, q, start + T, layout))
+            x, q, row_scale = x[:, last], q[:, :, last], row_scale[:, :, last]
+        x = x + block.attn.merge(attend(cache, layer, q, start + T, row_scale))
         x = x + block.mlp(block.norm_mlp(x))
     cache.used += T
     return x
 
 
 def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tensor:
-    """Append idx (B, T) to the cache, in chunks; returns the last block's last `wanted` outputs, (B, wanted, C)."""
+    """Append idx (B, T) to the cache, in chunks; returns the last `wanted` outputs, (B, ., C)."""
     B, T = idx.shape
     if cache.batch != B or cache.used + T > cache.length:
-        raise ValueError(f"{B} x {cache.used} + {T} tokens do not fit a cache of {cache.batch} x {cache.length}")
+        room = f"a cache of {cache.batch} x {cache.length}"
+        raise ValueError(f"{B} x {cache.used} + {T} tokens do not fit {room}")
     if not 0 <= wanted <= T:
         raise ValueError(f"wanted is {wanted}; it must be between 0 and the {T} tokens given")
     outputs, step = [], max(1, cache.chunk_tokens // B)
     for begin in range(0, T, step):
         end = min(begin + step, T)
-        rows = max(0, min(end - (T - wanted), end - begin))  # how many of the wanted positions are in this chunk
+        rows = max(0, min(end - (T - wanted), end - begin))  # the wanted ones of this chunk
         outputs.append(forward_chunk(model, idx[:, begin:end], cache, rows))
     return torch.cat(outputs, dim=1)
 
 
 @torch.no_grad()
 def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0) -> Tensor:
-    """Append idx (B, T) to the cache; returns the logits of its last `wanted` positions, (B, wanted, V)."""
+    """Append idx (B, T) to the cache; returns the logits of its last positions, (B, wanted, V)."""
     return model.logits(run_layers(model, idx, cache, wanted))
 
 
 @torch.no_grad()
-def score(model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None) -> tuple[Tensor, Tensor]:
+def score(
+    model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None
+) -> tuple[Tensor, Tensor]:
     """How likely are the last n_last tokens of idx (B, T), each given the true ones before it?
 
-    Returns their log-probabilities in nats and the most likely token at each of these places, both (B, n_last). With a
-    cache, idx goes on where the cache ends (its first token cannot be scored); afterwards the cache holds all but the
-    last token.
+    Returns their log-probabilities in nats and the most likely token at each of these places, both
+    (B, n_last). With a cache, idx continues its text (the first token of idx cannot be scored);
+    afterwards the cache holds all but the last token.
     """
     B, T = idx.shape
     if not 1 <= n_last < T:
-        raise ValueError(f"n_last is {n_last}; it must be at least 1 and leave a token before it ({T} tokens given)")
+        raise ValueError(f"n_last is {n_last}; it must be 1 to {T - 1}, of the {T} tokens given")
     x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last)
     log_p, best, rows = [], [], max(1, LOSS_CHUNK // (B * model.cfg.padded_vocab))
     for part, target in zip(x.split(rows, 1), idx[:, -n_last:].split(rows, 1), strict=True):
@@ -327,8 +348,8 @@ def generate(
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
 ) -> Tensor:
-    """Continue idx (B, T) by up to max_new_tokens: (B, new). Greedy at temperature 0, otherwise sampled; ends when
-    every row has produced the token `stop`. With a cache, idx goes on where the cache ends."""
+    """Continue idx (B, T) by up to max_new_tokens: (B, new). Greedy at temperature 0, otherwise
+    sampled; ends when every row has produced the token `stop`. With a cache, idx continues it."""
     cache = cache or KVCache(model, idx.shape[0], idx.shape[1] + max_new_tokens)
     new, piece = [], idx
     for _ in range(max_new_tokens):

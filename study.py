@@ -1,12 +1,13 @@
 """The laptop study: what each encoding finds in long texts, by results/PROTOCOL.md.
 
-python study.py --workers=2                            # continues where it stopped
+python study.py --workers=2                            # start, or continue where it stopped
 python study.py --seeds=1 --variants=rope,ggd_ssmax    # a part of it
+python study.py --tables                               # tables and pictures, from results/
 
 With the first seed each of the ten encodings is trained at every rate. The one with the lowest loss
-on its last windows, which no step saw before, is its rate for all seeds and for what varies it. What
-is trained and evaluated stays, so nothing is done twice; all records are collected in one file. The
-work is done by the scripts that anyone can call: each command is printed before it runs.
+on its last windows, which no step saw before, is its rate for all seeds and for what varies it. The
+work is done by the scripts that anyone can call: each command is printed before it runs. What is
+trained and evaluated stays, so nothing is done twice. All records are collected in one file.
 """
 
 import configurator
@@ -15,28 +16,28 @@ from configurator import fail, user_errors
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
-from checkpoint import load_checkpoint, load_model
+from data import lock_folder, replacing
 from model import ModelConfig
-from records import fingerprint, newest, read_records
-from shards import lock_folder, replacing
+from runs import fingerprint, load_checkpoint, load_model, newest, read_records
 from train import DIVERGED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent
-RATES = ("learning_rate", "prior_lr", "ssmax_lr")
-# the passkey test, but for what a part of the protocol changes about it
-PLAIN = {"seeds": [1, 2, 3], "depths": 20, "filler": "passkey", "wording": "passkey", "window_attention": 0, "set": []}
 
 
 class Variant(NamedTuple):
@@ -48,39 +49,49 @@ class Variant(NamedTuple):
     base: str = ""  # the encoding whose rate it takes; none: its own is searched
 
 
-PES = {"nope": "NoPE", "sinusoidal": "sinusoidal", "rope": "RoPE", "alibi": "ALiBi", "ggd": "GGD-BAM"}
-REAL = "--virtual_length=1 --ssmax_init=0.18"  # s: 1 / ln 256, about as sharp as plain softmax at the start
+# s begins at 1 / ln 256: about as sharp as plain softmax
+PLAIN = "--ssmax=false --virtual_length=1 --ssmax_init=0.18"
+SSMAX = "--ssmax=true --virtual_length=1 --ssmax_init=0.18"
 VIRTUAL = "--ssmax=true --virtual_length=1000 --ssmax_init=0.12"
-FULL = f"--pe=ggd --ssmax=true {REAL}"  # the paper's method
-VARIANTS = {pe: Variant(name, 3, f"--pe={pe} --ssmax=false {REAL}") for pe, name in PES.items()}
-for pe, name in PES.items():
-    seeds = 5 if pe in ("alibi", "ggd") else 3
-    VARIANTS[f"{pe}_ssmax"] = Variant(f"{name}, SSMax", seeds, f"--pe={pe} --ssmax=true {REAL}")
-for pe, seeds in {"ggd": 5, "alibi": 3, "rope": 3, "nope": 3}.items():
-    label = f"{PES[pe]}, SSMax, virtual length"
-    VARIANTS[f"{pe}_virtual"] = Variant(label, seeds, f"--pe={pe} {VIRTUAL}", f"{pe}_ssmax")
-VARIANTS |= {
-    name: Variant(f"GGD-BAM, SSMax, {label}", seeds, f"{FULL} {options}", "ggd_ssmax")
-    for name, label, seeds, options in (
+FULL = f"--pe=ggd {SSMAX}"  # the paper's method
+WINDOWS = (
+    "--theta_alpha=-3.24,-8.79,-12.88,-16.64,-3.24,-8.79,-12.88,-16.64,-3.24,-16.64,0,0"
+    " --theta_beta=8,8,8,8,8,8,8,8,8,8,-1,-2"
+)
+SLOPES = "--theta_alpha=-1.386,-2.773,-4.159,-5.545 --theta_beta=1"
+ENCODINGS = {
+    "nope": Variant("NoPE", 3, f"--pe=nope {PLAIN}"),
+    "sinusoidal": Variant("sinusoidal", 3, f"--pe=sinusoidal {PLAIN}"),
+    "rope": Variant("RoPE", 3, f"--pe=rope {PLAIN}"),
+    "alibi": Variant("ALiBi", 3, f"--pe=alibi {PLAIN}"),
+    "ggd": Variant("GGD-BAM", 3, f"--pe=ggd {PLAIN}"),
+    "nope_ssmax": Variant("NoPE, SSMax", 3, f"--pe=nope {SSMAX}"),
+    "sinusoidal_ssmax": Variant("sinusoidal, SSMax", 3, f"--pe=sinusoidal {SSMAX}"),
+    "rope_ssmax": Variant("RoPE, SSMax", 3, f"--pe=rope {SSMAX}"),
+    "alibi_ssmax": Variant("ALiBi, SSMax", 5, f"--pe=alibi {SSMAX}"),
+    "ggd_ssmax": Variant("GGD-BAM, SSMax", 5, FULL),
+    "ggd_virtual": Variant("GGD-BAM, virtual length", 5, f"--pe=ggd {VIRTUAL}", "ggd_ssmax"),
+    "alibi_virtual": Variant("ALiBi, virtual length", 3, f"--pe=alibi {VIRTUAL}", "alibi_ssmax"),
+    "rope_virtual": Variant("RoPE, virtual length", 3, f"--pe=rope {VIRTUAL}", "rope_ssmax"),
+    "nope_virtual": Variant("NoPE, virtual length", 3, f"--pe=nope {VIRTUAL}", "nope_ssmax"),
+}
+ABLATIONS = {
+    name: Variant(f"GGD-BAM, SSMax, {change}", seeds, f"{FULL} {options}", "ggd_ssmax")
+    for name, change, seeds, options in (
         ("beta_from_0", "theta_beta at least 0", 5, "--theta_beta_min=0"),
         ("content", "SSMax on the content only", 3, "--ssmax_scales=content"),
-        (
-            "windows",
-            "windows in the first layers at the start",
-            1,
-            "--theta_alpha=-3.24,-8.79,-12.88,-16.64,-3.24,-8.79,-12.88,-16.64,-3.24,-16.64,0,0"
-            " --theta_beta=8,8,8,8,8,8,8,8,8,8,-1,-2",
-        ),
+        ("windows", "windows in the first layers at the start", 1, WINDOWS),
         ("mu", "mu learned", 1, "--theta_learned=alpha,beta,mu"),
-        ("slopes", "ALiBi's slopes at the start", 1, "--theta_alpha=-1.386,-2.773,-4.159,-5.545 --theta_beta=1"),
+        ("slopes", "ALiBi's slopes at the start", 1, SLOPES),
         ("fixed", "theta stays 0", 1, "--theta_learned="),
     )
 }
+VARIANTS = ENCODINGS | ABLATIONS
 
 
 @dataclass
 class StudyConfig:
-    """What to train and ask. Raises ValueError, in one sentence, if it makes no sense."""
+    """What to train and ask."""
 
     config: str = "config/ggd_bam_cpu.py"  # of every training
     variants: tuple[str, ...] = tuple(VARIANTS)  # rows of the study
@@ -89,18 +100,20 @@ class StudyConfig:
     workers: int = 1  # commands at a time; with several each has one thread
     out_dir: str = "out/study"  # folder of all runs
     records: str = "out/study/study.jsonl"  # all that was found
+    tables: bool = False  # only make the tables and pictures from the records in results/
 
     def __post_init__(self):
-        if unknown := set(self.variants) - set(VARIANTS):
-            raise ValueError(f"variants has {', '.join(sorted(unknown))}; it may hold {', '.join(VARIANTS)}")
+        if unknown := ", ".join(set(self.variants) - set(VARIANTS)):
+            raise ValueError(f"variants has {unknown}; it may hold {', '.join(VARIANTS)}")
         for name in ("variants", "seeds", "rates"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} is {values}; give at least one, and none twice")
         if min(*self.rates, self.workers) <= 0:
             raise ValueError("rates and workers must be above 0")
-        if missing := {VARIANTS[name].base for name in self.variants} - {"", *self.variants}:
-            raise ValueError(f"these variants take the rate of {', '.join(sorted(missing))}; name it too")
+        bases = {VARIANTS[name].base for name in self.variants}
+        if missing := ", ".join(bases - {"", *self.variants}):
+            raise ValueError(f"these variants take the rate of {missing}; name it too")
 
 
 class Job(NamedTuple):
@@ -114,30 +127,32 @@ class Job(NamedTuple):
         return Path(cfg.out_dir) / f"{self.variant}_x{self.rate:g}_s{self.seed}"
 
 
+# ---- training
+
+
 def call(cfg: StudyConfig, script: str, *words: object) -> int:
-    """Run one of the scripts, its output into a log if others run beside it, and return its status, 0
-    or train.py's DIVERGED. Any other status ends the study."""
-    command = [script, *map(str, words)]
-    print(f"$ python {shlex.join(command)}", flush=True)
-    alone = cfg.workers == 1
-    threads = {} if alone else {"OMP_NUM_THREADS": "1"}
-    with open(os.devnull if alone else Path(cfg.out_dir) / "log.txt", "a", encoding="utf-8") as log:
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *command[1:]],
-            env={**os.environ, **threads},
-            stdout=None if alone else log,
-            stderr=None if alone else log,
-        )
-    if done.returncode == 130:  # Ctrl-C reaches the script too: it has saved its work
+    """Run one of the scripts and return its status, 0 or DIVERGED; any other ends the study. If
+    others run beside it, it has one thread and writes into the log."""
+    command = shlex.join([script, *map(str, words)])
+    print(f"$ python {command}", flush=True)
+    arguments = [sys.executable, str(ROOT / script), *map(str, words)]
+    if cfg.workers == 1:
+        status = subprocess.run(arguments).returncode
+    else:
+        threads = os.environ | {"OMP_NUM_THREADS": "1"}
+        with open(Path(cfg.out_dir) / "log.txt", "ab") as log:
+            status = subprocess.run(arguments, env=threads, stdout=log, stderr=log).returncode
+    if status == 130:  # Ctrl-C reaches the script too: it has saved its work
         sys.exit(130)
-    if done.returncode not in (0, DIVERGED):
-        fail(f"{shlex.join(command)} ended with status {done.returncode}; start the study again to continue")
-    return done.returncode
+    if status not in (0, DIVERGED):
+        fail(f"{command} ended with status {status}; start the study again to continue")
+    return status
 
 
 def options(cfg: StudyConfig, base: TrainConfig, job: Job) -> list[str]:
     """The words that make the config file this job."""
-    rates = [f"--{name}={job.rate * getattr(base, name):.3g}" for name in RATES]
+    names = ("learning_rate", "prior_lr", "ssmax_lr")
+    rates = [f"--{name}={job.rate * getattr(base, name):.3g}" for name in names]
     variant = shlex.split(VARIANTS[job.variant].options)
     return [f"--seed={job.seed}", *rates, *variant, f"--out_dir={job.folder(cfg)}"]
 
@@ -147,22 +162,18 @@ def parse(words: list[str]) -> list:
     return configurator.parse([ModelConfig, TrainConfig], words, None, positional="config")[0]
 
 
-def log_of(cfg: StudyConfig, job: Job) -> list[dict]:
-    return read_records(job.folder(cfg) / "log.jsonl")
-
-
 def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
-    """Train, or continue a training that stopped; nothing if it is finished. False if it diverged."""
-    words, folder = [cfg.config, *options(cfg, base, job)], job.folder(cfg)
-    step, log = 0, log_of(cfg, job)
+    """Train, or continue what stopped; nothing if it is finished. False if it diverged."""
+    words, folder, step = [cfg.config, *options(cfg, base, job)], job.folder(cfg), 0
     if (folder / "last.pt").exists():
         with user_errors():
             saved = load_checkpoint(folder)
-        step, (model, training) = saved["step"], parse(words)
-        free = ("resume", "out_dir", "device")
-        now = {k: v for k, v in asdict(training).items() if k not in free}
-        if saved["model_config"] != asdict(model) or any(saved["train_config"].get(k) != v for k, v in now.items()):
-            fail(f"{folder} holds a run of other options; move it away, or choose another --out_dir")
+        step, log = saved["step"], read_log(cfg, job)
+        model, training = map(asdict, parse(words))
+        compared = training.keys() - {"resume", "out_dir", "device"}
+        same = all(saved["train_config"].get(name) == training[name] for name in compared)
+        if saved["model_config"] != model or not same:
+            fail(f"{folder} holds a run of other options; move it away, or change --out_dir")
         if step >= base.max_steps and log and log[-1]["step"] == step:
             return True
     if not 0 < step < base.max_steps:  # nothing to continue
@@ -171,93 +182,106 @@ def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
     return call(cfg, "train.py", *words, *["--resume"] * (step > 0)) != DIVERGED
 
 
+def read_log(cfg: StudyConfig, job: Job) -> list[dict]:
+    return read_records(job.folder(cfg) / "log.jsonl")
+
+
 def final_loss(cfg: StudyConfig, job: Job) -> float:
     """The mean training loss over the last quarter of the steps, each of whose windows is new."""
-    log = log_of(cfg, job)
+    log = read_log(cfg, job)
     losses = [r["loss"] for r in log if r["step"] > 0.75 * log[-1]["step"]]
     return math.inf if None in losses else float(np.mean(losses))
 
 
-def evaluate(cfg: StudyConfig, job: Job, trained: int, first: bool) -> None:
-    """All tests of one run, as the protocol says. What is in its records already is kept."""
-    run = job.folder(cfg)
+# ---- evaluation
+
+PASSKEY = {"seeds": [1, 2, 3], "depths": 20, "filler": "passkey", "wording": "passkey"}
+PASSKEY |= {"window_attention": 0, "set": []}  # the plain test
+LADDER = ((1, 2, 4), (8, 16), (64,))  # training lengths; stops after a step without a key found
+
+
+def evaluate(cfg: StudyConfig, job: Job, ask: bool = True) -> list[dict]:
+    """Ask a run all that the protocol asks and that its records do not answer yet, and return these
+    records. ask=False: only return them."""
+    run, records, first = job.folder(cfg), [], job.seed == cfg.seeds[0]
+    model, _ = load_model(run)
+    trained, weights = model.cfg.block_size, fingerprint(model)
+
+    def test(metric: str, multiples: Iterable[int], **options: object) -> dict[int, dict]:
+        """The newest record at each of these multiples of the training length."""
+        sizes = {multiple * trained: multiple for multiple in multiples}
+        if ask:
+            downstream = metric == "perplexity"
+            words = {"contexts" if downstream else "lengths": list(sizes)} | options
+            joined = {k: ",".join(map(str, v)) if type(v) is list else v for k, v in words.items()}
+            script = f"eval_{'downstream' if downstream else metric}.py"
+            call(cfg, script, run, *(f"--{k}={v}" for k, v in joined.items()), "--resume")
+        tasks, answers = options.pop("tasks", [None]), {}
+        for r in read_records(run / "eval" / f"{metric}.jsonl"):
+            config = {"digits": 5} | r["config"]
+            size = config.get("context") or r.get("length") or config["length"]
+            asked = ({"digits": 5} | options).items() <= config.items() and r.get("task") in tasks
+            same = r["weights"] == weights or config.get("set")  # else of an earlier checkpoint
+            if asked and same and size in sizes:
+                records.append(r)
+                answers[sizes[size]] = r
+        return answers
 
     def passkey(multiples: Iterable[int], **options: object) -> dict[int, float]:
-        """The share of keys found at each of these multiples of the training length."""
-        config = PLAIN | options
-        words = [f"--{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in config.items()]
-        lengths = {m: m * trained for m in multiples}
-        call(cfg, "eval_passkey.py", run, f"--lengths={','.join(map(str, lengths.values()))}", *words, "--resume")
-        found = read_records(run / "eval" / "passkey.jsonl")  # of all tests, the newest last
-        found = {r["length"]: r["correct"] / r["n"] for r in found if config.items() <= r["config"].items()}
-        return {m: found[length] for m, length in lengths.items()}
+        answers = test("passkey", multiples, **PASSKEY | options)
+        return {multiple: r["correct"] / r["n"] for multiple, r in answers.items()}
 
-    def ladder(**options: object) -> dict[int, float]:
-        """The same for ever longer texts, until no key is found in one."""
-        found = {}
-        for stage in ((1, 2, 4), (8, 16), (64,)):
-            found |= passkey(stage, **options)
-            if not found[stage[-1]]:
+    def climb(**options: object) -> dict[int, float]:
+        shares = {}
+        for step in LADDER:
+            shares |= passkey(step, **options)
+            if not shares.get(step[-1]):
                 break
-        return found
+        return shares
 
-    found = ladder()
-    near = [m for m in (1, 4, 16) if m in found]
+    shares = climb()
+    near = [multiple for multiple in (1, 4, 16) if multiple in shares]
     passkey(near, filler="unseen")
     passkey(near, wording="vault")
     if job.variant.startswith("rope"):
-        ladder(window_attention=trained)
-    retrieves = found.get(16, 0) >= 0.5
-    if found.get(64, 0) >= 0.5:
+        climb(window_attention=trained)
+    retrieves = shares.get(16, 0) >= 0.5
+    if shares.get(64, 0) >= 0.5:
         passkey((256, 500, 1000), seeds=[1])
         if first:
             passkey((4096,), seeds=[1], depths=5)
-    if retrieves and (far := far_heads(run)):
+    betas = enumerate(model.prior_values().get("theta_beta", []))
+    far = [f"{i}.{h}.theta_beta=0" for i, heads in betas for h, b in enumerate(heads) if b < 0]
+    if retrieves and far:  # the anti-local heads made uniform
         passkey((16, 64), set=far)
-    contexts = ",".join(str(m * trained) for m in (1, 4, 16, 32))  # the longest held-out documents have 56x
-    call(cfg, "eval_downstream.py", run, f"--contexts={contexts}", "--resume")
+    test("perplexity", (1, 4, 16, 32))  # the longest held-out documents have 56x
     if first:
-        tasks = "--tasks=niah_single_1,niah_single_2,niah_single_3"
-        lengths = ",".join(str(m * trained) for m in ((4, 16, 64) if retrieves else (4,)))
-        call(cfg, "eval_ruler.py", run, tasks, f"--lengths={lengths}", "--samples=20", "--resume")
-
-
-def far_heads(run: Path) -> list[str]:
-    """The anti-local heads of a run, as --set takes them, to make them uniform."""
-    betas = load_model(run)[0].prior_values().get("theta_beta", [])
-    return [f"{i}.{h}.theta_beta=0" for i, layer in enumerate(betas) for h, beta in enumerate(layer) if beta < 0]
-
-
-def records_of(cfg: StudyConfig, job: Job, chosen: bool) -> Iterator[dict]:
-    """What is known of a run: its training and, at the chosen rate, the newest record of each of its evaluations."""
-    folder, about, end = job.folder(cfg), job._asdict(), log_of(cfg, job)[-1]
-    saved = load_checkpoint(folder)
-    numbers = {name: end[name] for name in ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")}
-    numbers |= {name: saved[name] for name in ("commit", "train_config", "model_config")}
-    numbers |= {name: end[name] for name in ("theta_alpha", "theta_beta", "theta_mu", "s") if name in end}
-    yield about | {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)} | numbers
-    weights = fingerprint(load_model(folder)[0]) if chosen else None
-    files = sorted((folder / "eval").glob("*.jsonl")) if chosen else ()
-    found = [r for file in files for r in read_records(file)]
-    for record in newest(r for r in found if r["weights"] == weights or r["config"].get("set")):
-        left_out = ("checkpoint", "model_config", "train_config", "step", "commit")  # the training's record has them
-        yield about | {k: v for k, v in record.items() if k not in left_out}
+        tasks = ["niah_single_1", "niah_single_2", "niah_single_3"]
+        test("ruler", (4, 16, 64) if retrieves else (4,), tasks=tasks, samples=20)
+    return records
 
 
 def collect(cfg: StudyConfig, jobs: dict[Job, bool]) -> None:
     """Write the records of all jobs, {job: is its rate the chosen one?}, into one file."""
-    path = Path(cfg.records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    facts = ("commit", "train_config", "model_config")
+    numbers = ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")
+    numbers += ("theta_alpha", "theta_beta", "theta_mu", "s")
+    Path(cfg.records).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(cfg.records) as file:
         for job, chosen in jobs.items():
-            for record in records_of(cfg, job, chosen):
-                file.write(json.dumps(record).encode() + b"\n")
+            saved, end = load_checkpoint(job.folder(cfg)), read_log(cfg, job)[-1]
+            record = {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)}
+            record |= {k: end[k] for k in numbers if k in end} | {k: saved[k] for k in facts}
+            records = [record]
+            for r in newest(evaluate(cfg, job, ask=False)) if chosen else ():
+                records.append({k: r[k] for k in r if k not in (*facts, "checkpoint", "step")})
+            for record in records:
+                file.write(json.dumps(job._asdict() | record).encode() + b"\n")
 
 
-def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
-    """All trainings and evaluations, seed by seed; the records are written anew after each of the two."""
-    jobs: dict[Job, bool] = {}
-    rate: dict[str, float] = {}
+def study(cfg: StudyConfig, base: TrainConfig) -> None:
+    """All trainings and evaluations, seed by seed, collected after each of the two."""
+    jobs, rate = {}, {}
     pool = ThreadPoolExecutor(cfg.workers)
 
     def train_all(todo: list[Job]) -> list[Job]:
@@ -267,33 +291,261 @@ def study(cfg: StudyConfig, base: TrainConfig, trained: int) -> None:
     try:
         for place, seed in enumerate(cfg.seeds):
             names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
-            own = [name for name in names if not VARIANTS[name].base]
-            tried = train_all([Job(n, r, seed) for n in own for r in ([rate[n]] if n in rate else cfg.rates)])
-            by_loss = sorted(tried, key=lambda job: final_loss(cfg, job))
-            best = [next(job for job in by_loss if job.variant == n) for n in own if n in {j.variant for j in tried}]
-            rate |= {job.variant: job.rate for job in best}
+            rates = {
+                n: [rate[n]] if n in rate else cfg.rates for n in names if not VARIANTS[n].base
+            }
+            tried = train_all([Job(n, r, seed) for n in rates for r in rates[n]])
+            best = {}
+            for job in sorted(tried, key=lambda job: final_loss(cfg, job)):
+                best.setdefault(job.variant, job)
+            rate |= {name: job.rate for name, job in best.items()}
             based = {n: VARIANTS[n].base for n in names if VARIANTS[n].base in rate}
-            best += train_all([Job(n, rate[b], seed) for n, b in based.items()])
-            jobs |= {job: job in best for job in [*tried, *best]}
+            varied = train_all([Job(n, rate[b], seed) for n, b in based.items()])
+            best = [*(best[n] for n in rates if n in best), *varied]
+            jobs |= {job: job in best for job in [*tried, *varied]}
             collect(cfg, jobs)
-            list(pool.map(lambda job, first=not place: evaluate(cfg, job, trained, first), best))
+            list(pool.map(lambda job: evaluate(cfg, job), best))
             collect(cfg, jobs)
     finally:  # after a mistake or Ctrl-C begin nothing new, and wait for what saves its work
         pool.shutdown(cancel_futures=True)
     print(f"\nrecords in {cfg.records}")
 
 
+# ---- tables and pictures
+
+OLD_ABLATIONS = {  # rows of the studies at commit 5f307c3
+    "start_global": "two of four heads start anti-local in every layer",
+    "start_wide": "windows of up to 24 tokens instead of 8",
+    "learned_alibi": "starts at ALiBi's slopes, theta_beta fixed at 1",
+    "theta_fixed": "theta not learned",
+    "s_1": "s = 1 at the start (the paper)",
+    "prior_lr_1e-2": "learning rate of theta 1e-2",
+    "prior_lr_1e-1": "learning rate of theta 1e-1",
+}
+LABELS = {}  # in the order of the tables; a window of attention is a row of its own
+for name, variant in VARIANTS.items():
+    LABELS |= {name: variant.label, f"{name}_window": f"Local {variant.label}"}
+LABELS |= {"start_uniform": "GGD-BAM, SSMax, uniform start"} | OLD_ABLATIONS
+STUDIES = ("study.jsonl", "study_long.jsonl")  # a panel each
+FRONT = ["nope", "sinusoidal", "rope", "rope_window", "alibi", "ggd", "nope_ssmax", "rope_ssmax"]
+FRONT += ["alibi_ssmax", "ggd_ssmax", "ggd_virtual", "beta_from_0", "start_uniform"]
+TESTS = {  # filler, wording, is a parameter changed? -> heading of a passkey test, in order
+    ("passkey", "passkey", False): "",
+    ("unseen", "passkey", False): "unseen filler, ",
+    ("passkey", "vault", False): "held-out frame, ",
+    ("passkey", "reworded", False): "reworded, ",
+    ("unseen", "reworded", False): "both, ",
+    ("passkey", "passkey", True): "far heads uniform, ",
+}
+
+
+def column_of(r: dict) -> tuple | None:
+    """(table, place, length, heading) of the column in which a record stands."""
+    config = r.get("config") or {}
+    if r["metric"] == "passkey" and config.get("digits", 5) == 5:
+        texts = (config["filler"], config["wording"], bool(config.get("set")))
+        if (test := TESTS.get(texts)) is not None:
+            n, place = r["length"], list(TESTS).index(texts)
+            heading = f"{test}{n:,} ({n / r['training_length']:g}x)"
+            return "texts" if test else "plain", place, n, heading
+    if r["metric"] == "perplexity" and "context" in config:
+        return "perplexity", 0, config["context"], f"context {config['context']:,}"
+    if r["metric"] == "ruler" and r["n"]:
+        return "ruler", r["task"], r["length"], f"{r['task']}, {r['length']:,}"
+    return None
+
+
+def read_study(file: Path) -> list[dict]:
+    """The newest records, each with a variant and a seed. Where no key was found, the longer texts
+    that were not asked count as 0, as the protocol says."""
+    if not (records := newest(read_records(file))):
+        raise ValueError(f"{file} has no records; run the evaluations first")
+    asked = defaultdict(dict)
+    for r in records:
+        seed = r.setdefault("seed", (r.get("train_config") or {}).get("seed"))
+        r.setdefault("variant", f"seed {seed}")
+        if (r.get("config") or {}).get("window_attention"):
+            r["variant"] += "_window"
+        if (column := column_of(r)) and column[0] == "plain":
+            asked[r["variant"], seed][r["length"]] = r
+    for run in asked.values():
+        n, last = max(run.items())
+        lengths = [multiple * last["training_length"] for step in LADDER for multiple in step]
+        records += [last | {"length": m} for m in lengths if m > n and not last["correct"]]
+    return records
+
+
+def group(records: list[dict], tables: list[str], rows: Iterable[str] = ()) -> dict:
+    """{variant: {column: records}}; if no rows are named, all but the ablations."""
+    cells = defaultdict(lambda: defaultdict(list))
+    for r in records:
+        name, column = r["variant"], column_of(r)
+        wanted = name in rows if rows else name not in ABLATIONS | OLD_ABLATIONS
+        if wanted and column and column[0] in tables:
+            cells[name][column].append(r)
+    order = [*LABELS, *cells]
+    return {name: dict(sorted(cells[name].items())) for name in sorted(cells, key=order.index)}
+
+
+def markdown(rows: Iterable[Iterable[object]]) -> str:
+    """A table whose first row is the header."""
+    header, *body = [[str(cell) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body))
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Mean [least, most]; one number where they are the same."""
+    low, mean, high = (f"{x:.{digits}f}" for x in (min(values), np.mean(values), max(values)))
+    return mean if low == high else f"{mean} [{low}, {high}]"
+
+
+def values_of(records: list[dict]) -> list[float]:
+    """Perplexities, or right answers in percent."""
+    return [r["perplexity"] if "perplexity" in r else 100 * r["correct"] / r["n"] for r in records]
+
+
+def format_cell(records: list[dict], seeds: int) -> str:
+    text = spread(values_of(records), 2 * ("perplexity" in records[0]))
+    if "tokens_right" in records[0]:
+        return f"{text} / {spread([100 * r['tokens_right'] for r in records])}"
+    return text + f" ({len(records)} of {seeds})" * (len(records) < seeds)
+
+
+def cell_table(records: list[dict], tables: list[str], rows=(), lengths=()) -> str:
+    """A row a variant, a column a test and length; all rows and lengths if none are named."""
+    cells = group(records, tables, rows)
+    columns = sorted({c for row in cells.values() for c in row if not lengths or c[2] in lengths})
+    table = [["encoding", *(heading for *_, heading in columns)]]
+    for name, row in cells.items():
+        seeds = len({r["seed"] for r in records if r["variant"] == name})
+        texts = [format_cell(row[c], seeds) if c in row else "" for c in columns]
+        table.append([LABELS.get(name, name), *texts])
+    return markdown(table)
+
+
+def rate_table(records: list[dict]) -> str:
+    """The loss at every rate with the first seed, and with all seeds at the chosen rate."""
+    trainings = [r for r in records if r["metric"] == "training"]
+    rates, first = sorted({r["rate"] for r in trainings}), min(r["seed"] for r in trainings)
+    table = [["encoding", *(f"x{rate:g}" for rate in rates), "chosen", "seeds", "loss"]]
+    for name in LABELS:
+        own = [r for r in trainings if r["variant"] == name]
+        if chosen := [r for r in own if r["chosen"]]:
+            at = {r["rate"]: f"{r['loss']:.3f}" for r in own if r["seed"] == first}
+            row = [LABELS[name], *(at.get(rate, "") for rate in rates), f"x{chosen[0]['rate']:g}"]
+            table.append([*row, len(chosen), spread([r["loss"] for r in chosen], 2)])
+    return markdown(table)
+
+
+def streaming_table(records: list[dict]) -> str:
+    """Seconds, and MB above the loaded model, for one answer, by length and way of computing."""
+    cells = {(r["way"], r["length"]): r for r in records if "error" not in r}
+    ways = [w for w in ("plain", "dense", "exact", "skipping") if w in {way for way, _ in cells}]
+    table = [["tokens", *(f"{unit}: {way}" for unit in ("seconds", "MB") for way in ways)]]
+    for n in sorted({length for _, length in cells}):
+        row = [cells.get((way, n)) for way in ways]
+        seconds = [f"{r['seconds']:.2f}" if r else "" for r in row]
+        table.append([f"{n:,}", *seconds, *(f"{r['bytes'] / 1e6:.0f}" if r else "" for r in row)])
+    return markdown(table)
+
+
+TABLES = {
+    "front": lambda records: cell_table(records, ["plain"], FRONT, (256, 512, 4096, 16_384)),
+    "passkey": lambda records: cell_table(records, ["plain"]),
+    "texts": lambda records: cell_table(records, ["texts"]),
+    "ablations": lambda records: cell_table(
+        records, ["plain", "texts"], ["ggd_ssmax", *ABLATIONS, *OLD_ABLATIONS]
+    ),
+    "perplexity": lambda records: cell_table(records, ["perplexity"]),
+    "ruler": lambda records: cell_table(records, ["ruler"]),
+    "rates": rate_table,
+    "streaming": streaming_table,
+}
+
+
+def draw(studies: list[list[dict]], table: str, ylabel: str, yscale: str) -> Figure:
+    """Means over the seeds by length, and a dot a seed; a panel a study."""
+    figure = Figure(figsize=(6 * len(studies), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(studies), squeeze=False, sharey=True)[0]
+    for axis, study in zip(panels, studies, strict=True):
+        cells = {name: row for name, row in group(study, [table]).items() if "_window" not in name}
+        for i, (name, row) in enumerate(cells.items()):
+            pe, _, more = name.partition("_")
+            place = ["nope", "sinusoidal", "rope", "alibi", "ggd", "start"].index(pe)
+            line = "os^Dv*"[place] + {"": "--", "virtual": ":"}.get(more, "-")
+            style = {"color": f"C{place}", "fillstyle": "full" if more else "none"}
+            x = [n * 1.03 ** (i - len(cells) / 2) for _, _, n, _ in row]  # no dot covers another
+            y = [values_of(records) for records in row.values()]
+            axis.plot(x, [np.mean(values) for values in y], line, label=LABELS[name], **style)
+            dots = np.repeat(x, [len(values) for values in y]), np.concatenate(y)
+            axis.plot(*dots, ".", color=f"C{place}", markersize=4, alpha=0.6)
+        r = next(r for r in study if r["metric"] == "training")
+        read = r["step"] * r["train_config"]["tokens_per_step"] / 1e6
+        title = f"{read:.1f}M bytes of training\nmean, and a dot a training seed"
+        trained = r["model_config"]["block_size"]
+        axis.axvline(trained, color="grey", linewidth=1)
+        axis.set(xscale="log", yscale=yscale, title=title, ylabel=ylabel)
+        axis.set(xlabel=f"bytes (grey: the training length, {trained})")
+        ticks = sorted({n for row in cells.values() for _, _, n, _ in row})
+        axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=8)
+        axis.xaxis.minorticks_off()
+        if yscale == "log":
+            axis.yaxis.set_major_formatter(LogFormatter())
+            axis.yaxis.set_minor_formatter(LogFormatter())
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right center", fontsize=8, handlelength=4)
+    return figure
+
+
+def fill(page: str, results: Path) -> str:
+    """The page with each table between its two lines, <!-- FILE: TABLE --> and <!-- end -->."""
+
+    def make(place: re.Match) -> str:
+        file, name = place.groups()
+        if name not in TABLES:
+            raise ValueError(f"there is no table {name}; there are {', '.join(TABLES)}")
+        table = TABLES[name](read_study(results / file))
+        return f"<!-- {file}: {name} -->\n{table}\n<!-- end -->"
+
+    places = r"<!-- (\S+): (\w+) -->\n(?:(?!<!--).*\n)*<!-- end -->"
+    page, n = re.subn(places, make, page)
+    if 2 * n != page.count("<!-- "):
+        raise ValueError("each table needs the lines <!-- FILE: TABLE --> and <!-- end -->")
+    return page
+
+
+def write_tables(root: Path = ROOT) -> None:
+    """Both pages and both pictures from root/results, or nothing if a file is missing."""
+    results = root / "results"
+    pages = [root / "README.md", results / "README.md"]
+    texts = [fill(page.read_text(encoding="utf-8"), results) for page in pages]
+    studies = [read_study(results / name) for name in STUDIES if (results / name).exists()]
+    for file, picture in {
+        "study_passkey.png": draw(studies, "plain", "passkeys found (%)", "linear"),
+        "study_perplexity.png": draw(studies, "perplexity", "perplexity per byte", "log"),
+    }.items():
+        with replacing(results / file) as f:
+            picture.savefig(f, format="png", dpi=150)
+    for page, text in zip(pages, texts, strict=True):
+        with replacing(page) as f:
+            f.write(text.encode())
+    print(f"wrote {', '.join(map(str, pages))} and the pictures in {results}")
+
+
 def main() -> None:
     (cfg,), _ = configurator.parse([StudyConfig], sys.argv[1:], __doc__)
+    if cfg.tables:
+        with user_errors():
+            return write_tables()
     if not Path(cfg.config).exists():
         cfg.config = str(ROOT / cfg.config)
-    model, base = parse([cfg.config])
+    _, base = parse([cfg.config])
     with user_errors():
         configurator.check_folder(Path(cfg.records).parent)
         lock_folder(Path(cfg.out_dir))
     for variant in cfg.variants:  # what cannot be trained shows before the first training
         parse([cfg.config, *options(cfg, base, Job(variant, 1.0, 1))])
-    study(cfg, base, model.block_size)
+    study(cfg, base)
 
 
 if __name__ == "__main__":

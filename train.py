@@ -1,9 +1,10 @@
 """Train a model: python train.py config/ggd_bam_cpu.py --key=value
 
-torchrun --standalone --nproc_per_node=8 train.py config/ggd_bam_120m.py    # the same run on eight GPUs
+torchrun --standalone --nproc_per_node=8 train.py config/ggd_bam_120m.py  # the same run on 8 GPUs
 
-Writes last.pt, best.pt (lowest validation loss), log.jsonl and config.json into out_dir. Ctrl-C stops after the current
-step with a checkpoint; --resume continues any stopped or killed run exactly as if it had never stopped.
+Writes last.pt, best.pt (lowest validation loss), log.jsonl and config.json into out_dir. Ctrl-C
+stops after the current step with a checkpoint. --resume continues any stopped or killed run
+exactly as if it had never stopped.
 """
 
 import configurator
@@ -18,8 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,27 +31,37 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import load_checkpoint, save_checkpoint
+from data import (
+    UNFINISHED,
+    Order,
+    Windows,
+    get_tokenizer,
+    lock_folder,
+    long_windows,
+    read_meta,
+    replacing,
+    shard_files,
+    write_json,
+)
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, documents
 from prepare_fineweb import PrepareConfig, changes
-from shards import UNFINISHED, lock_folder, read_meta, replacing, shard_files
-from tokenizer import get_tokenizer
-from windows import Order, Validation, Windows, documents
+from runs import load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parent
-PATIENCE = 10  # steps in a row whose loss or gradient may be infinite or NaN before a run is given up
-DIVERGED = 3  # exit status of such a run, so that a script which tries rates can tell it from a mistake
+PATIENCE = 10  # give a run up after this many steps in a row without a finite loss and gradient
+DIVERGED = 3  # exit status of such a run, by which study.py tells it from a mistake
+PROGRESS = ("step", "best", "seconds", "skipped")  # fields of State that a checkpoint holds
 VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 
 
 @dataclass
 class TrainConfig:
-    """How to train. Raises ValueError, in one sentence, if it makes no sense."""
+    """How to train."""
 
     data: str = "data/fineweb10B"  # folder of token shards
-    prepare: str = ""  # options with which prepare_fineweb.py is run first if that folder is not there
-    out_dir: str = "out/run"  # folder of this run
+    prepare: str = ""  # if that folder is missing, run prepare_fineweb.py first with these options
+    out_dir: str = "out/run"  # folder of the run
     seed: int = 1  # of the initial weights and of the order of the windows
     batch_size: int = 32  # windows of block_size tokens per micro-step and process
     tokens_per_step: int = 589_824  # tokens per optimizer step, over all micro-steps and processes
@@ -62,127 +75,159 @@ class TrainConfig:
     beta1: float = 0.9  # optimizer: decay of the mean of the gradient
     beta2: float = 0.95  # optimizer: decay of the mean of its square
     weight_decay: float = 0.1  # of matrices and embeddings; norms, theta and s have none
-    shard_optimizer: bool = False  # each process of torchrun holds a part of the optimizer's state (ZeRO stage 1)
+    shard_optimizer: bool = False  # under torchrun each process holds a part of the optimizer's
+    # state (ZeRO stage 1)
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     log_interval: int = 10  # steps between log lines
     eval_interval: int = 500  # steps between validations and checkpoints
     eval_windows: int = 256  # validation windows of block_size tokens
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay
+    # float32
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA
-    attention: Literal["auto", "reference", "fused"] = "auto"  # fused: one kernel without a T x T tensor, on CUDA with
-    # compile; reference: explicit scores, anywhere; auto: fused where it can be
+    attention: Literal["auto", "reference", "fused"] = "auto"  # fused: one kernel without a T x T
+    # tensor, on CUDA with compile; reference: explicit scores, anywhere; auto: fused where possible
     resume: bool = False  # continue the run in out_dir from its last.pt
 
     def __post_init__(self):
-        for name in ("batch_size", "tokens_per_step", "max_steps", "log_interval", "eval_interval", "eval_windows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("learning_rate", "prior_lr", "ssmax_lr", "warmup_steps", "weight_decay", "grad_clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-        for name, top in (("beta1", 1), ("beta2", 1), ("seed", 2**63)):
-            if not 0 <= getattr(self, name) < top:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below {top}")
-        if not 0 <= self.min_lr_fraction <= 1:
-            raise ValueError(f"min_lr_fraction is {self.min_lr_fraction}; it must be from 0 to 1")
+        counts = "batch_size tokens_per_step max_steps log_interval eval_interval eval_windows"
+        sizes = "seed learning_rate prior_lr ssmax_lr warmup_steps weight_decay grad_clip"
+        shares = "min_lr_fraction beta1 beta2"
+        for names, low, high, range in (
+            (counts, 1, math.inf, "at least 1"),
+            (sizes, 0, math.inf, "at least 0"),
+            (shares, 0, 1, "from 0 to 1"),
+        ):
+            for name in names.split():
+                if not low <= (value := getattr(self, name)) <= high:
+                    raise ValueError(f"{name} is {value}; it must be {range}")
         if not self.out_dir or not self.data:
             raise ValueError("data and out_dir must name folders")
 
 
-def find_data(cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes) -> tuple[Windows, Windows, dict]:
-    """Training windows, validation windows and meta.json of a data folder, which is prepared first if it is missing."""
-    folder = Path(cfg.data)
-    with user_errors():
-        there = any(not path.name.startswith(".") for path in folder.glob("*"))
-        unfinished = not there or (folder / UNFINISHED).exists()
-        options = [*shlex.split(cfg.prepare), f"--out_dir={folder}"]
-    if cfg.prepare and processes.world == 1 and unfinished:
+# ---- data
+
+
+@user_errors()
+def find_data(
+    cfg: TrainConfig, model_cfg: ModelConfig, world: int
+) -> tuple[Windows, Windows, dict]:
+    """Training windows, validation windows and meta.json. Prepares the data if it is missing."""
+    folder, T, vocab = Path(cfg.data), model_cfg.block_size, model_cfg.vocab_size
+    options = [*shlex.split(cfg.prepare), f"--out_dir={folder}"]
+    missing = all(path.name.startswith(".") for path in folder.glob("*"))
+    if cfg.prepare and world == 1 and (missing or (folder / UNFINISHED).exists()):
         print(f"{folder} is not there yet: prepare_fineweb.py {cfg.prepare}", flush=True)
         if subprocess.run([sys.executable, str(ROOT / "prepare_fineweb.py"), *options]).returncode:
             fail(f"preparing {folder} did not succeed; see the message above")
-    train, val = shard_files(folder, "train_*"), shard_files(folder, "val_*")
-    if not train or not val:
-        fail(f"no *train_*.bin and *val_*.bin shards in {folder}; make them with prepare_fineweb.py")
-    with user_errors():
-        meta = read_meta(folder)
-        if meta is None:
-            meta = {"tokenizer": "gpt2", "window": None}
-            print(f"{folder} has no meta.json: tokenizer gpt2 is assumed")
-        meta["eot"] = get_tokenizer(meta["tokenizer"]).eot_token
-        train, val = Windows(train, model_cfg.block_size), Windows(val, model_cfg.block_size)
+    files = [shard_files(folder, kind) for kind in ("train_*", "val_*")]
+    if not all(files):
+        fail(f"no *train_*.bin and *val_*.bin in {folder}; make them with prepare_fineweb.py")
+    if (meta := read_meta(folder)) is None:
+        meta = {"tokenizer": "gpt2", "window": None}
+        print(f"{folder} has no meta.json: tokenizer gpt2 is assumed")
+    meta["eot"] = eot = get_tokenizer(meta["tokenizer"]).eot_token
+    train, val = (Windows(paths, T) for paths in files)
     if cfg.prepare:
         check_settings(cfg, options, meta.get("settings"))
-    check_data(cfg, model_cfg, meta, train, val)
+    if meta["window"] not in (None, T):
+        packed = f"packed for windows of {meta['window']} tokens, block_size is {T}"
+        fail(f"{folder} has exercises {packed}; prepare it again")
+    if eot >= vocab:
+        fail(f"{folder} has ids up to {eot}, vocab_size is {vocab}; set vocab_size to {eot + 1}")
+    for name, windows in (("training", train), ("validation", val)):
+        if not len(windows):
+            size = f"{sum(map(len, windows.shards))} {name} tokens, less than {T} + 1"
+            fail(f"{folder} has {size}; use more text or a smaller block_size")
+    # the validation, which is small; read_batches() checks the training windows as it reads them
+    if (highest := max(int(shard.max()) for shard in val.shards)) >= vocab:
+        where = f"the token id {highest} in its validation, vocab_size is {vocab}"
+        fail(f"{folder} has {where}; see prepare_fineweb.py --check {folder}")
     return train, val, meta
 
 
-def check_settings(cfg: TrainConfig, options: list[str], there: dict | None) -> None:
-    """fail() if data was prepared with other settings than `prepare` has. Its text files may be gone by now."""
+def check_settings(cfg: TrainConfig, options: list[str], settings: dict | None) -> None:
+    """Refuse data that was prepared with other settings than `prepare` has."""
     (wanted,), _ = configurator.parse([PrepareConfig], options, None)
-    if there is None:
-        print(f"{cfg.data} does not say how it was prepared; taken for what prepare asks for")
-        return
-    gone = not all(Path(name).is_file() for name in wanted.files)
-    if changed := [change for change in changes(there, wanted) if not (gone and change.startswith("files="))]:
+    if settings is None:
+        return print(f"{cfg.data} does not say how it was prepared, and is used as it is")
+    differ = changes(settings, wanted)
+    if not all(Path(name).is_file() for name in wanted.files):  # the texts may be gone by now
+        differ = [change for change in differ if not change.startswith("files=")]
+    if differ:
         new = f"{cfg.data.rstrip('/')}_new"
-        make = f"python prepare_fineweb.py {cfg.prepare} --out_dir={new}, and train with --data={new}"
-        fail(f"{cfg.data} was prepared with {', '.join(changed)}; run {make}; or use it as it is, with --prepare=")
+        make = f"python prepare_fineweb.py {cfg.prepare} --out_dir={new}"
+        advice = f"run {make}, and train with --data={new}; or use it as it is, with --prepare="
+        fail(f"{cfg.data} was prepared with {', '.join(differ)}; {advice}")
 
 
-def check_data(cfg: TrainConfig, model_cfg: ModelConfig, meta: dict, train: Windows, val: Windows) -> None:
-    T, window, eot = model_cfg.block_size, meta["window"], meta["eot"]
-    if window and window != T:
-        fail(f"{cfg.data} has exercises packed for windows of {window} tokens, block_size is {T}; prepare it again")
-    if eot >= model_cfg.vocab_size:
-        fail(f"{cfg.data} has token ids up to {eot}, vocab_size is {model_cfg.vocab_size}; set vocab_size to {eot + 1}")
-    for name, windows in (("training", train), ("validation", val)):
-        if not len(windows):
-            tokens = sum(len(s) for s in windows.shards)
-            fail(f"{cfg.data} has {tokens} {name} tokens, less than {T} + 1; use more text or a smaller block_size")
-    # all of the validation, which is small and read in full anyhow; training windows are checked as they are read
-    if (highest := max(int(shard.max()) for shard in val.shards)) >= model_cfg.vocab_size:
-        size = f"vocab_size is {model_cfg.vocab_size}; see prepare_fineweb.py --check {cfg.data}"
-        fail(f"{cfg.data} has the token id {highest} in its validation, {size}")
+def read_batches(
+    train: Windows, order: Order, meta: dict, cfg: TrainConfig, model_cfg: ModelConfig,
+    processes: Processes, device: torch.device, step: int,
+) -> Iterator[tuple[Tensor | None, ...]]:  # fmt: skip
+    """This process's part of a step, a tuple for each micro-step: inputs, targets, documents, all
+    (B, T), and (B,) the logarithms of the virtual lengths, or None."""
+    rank, world, B = processes.rank, processes.world, cfg.batch_size
+    indices = order.step(step, rank, world)
+    generator = np.random.default_rng((cfg.seed, step, VIRTUAL))
+    log_virtual = generator.random(order.per_step, dtype=np.float32)[rank::world]
+    log_virtual = torch.from_numpy(log_virtual * math.log(model_cfg.virtual_length))
+    for at in range(0, len(indices), B):
+        windows = torch.from_numpy(train.take(indices[at : at + B]))
+        if (highest := windows.max()) >= model_cfg.vocab_size:
+            fail(f"{cfg.data} has the token id {highest}, vocab_size is {model_cfg.vocab_size}")
+        windows = windows.to(device)
+        idx, targets = windows[:, :-1], windows[:, 1:].clone()
+        if meta["window"]:  # packed windows are shuffled: the token after one is of another text
+            targets[:, -1] = -100
+        virtual = log_virtual[at : at + B].to(device) if model_cfg.virtual_length > 1 else None
+        yield idx, targets, documents(idx, meta["eot"]), virtual
 
 
-def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
-    """Linear warm-up, then a cosine from 1 to min_lr_fraction; multiplies the peak rate of every group."""
-    if step < cfg.warmup_steps:
-        return (step + 1) / (cfg.warmup_steps + 1)
-    progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
-    return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+# ---- model and optimizer
 
 
-def choose_device(cfg: TrainConfig, processes: Processes) -> tuple[torch.device, torch.dtype, bool, str]:
-    """Device, autocast type, whether to compile, and how to compute attention; prints what was chosen and why."""
-    with user_errors():
-        device, why = pick_device(cfg.device)
-        if device.type == "cuda" and processes.world > 1:
-            device, why = torch.device("cuda", processes.local), f"one of {processes.world} processes"
-        dtype, reason = pick_dtype(cfg.dtype, device)
+@user_errors()
+def choose_device(
+    cfg: TrainConfig, processes: Processes
+) -> tuple[torch.device, torch.dtype, bool, str]:
+    """Device, autocast type, whether to compile, how to compute attention. Prints what and why."""
+    device, why = pick_device(cfg.device)
+    if device.type == "cuda" and processes.world > 1:
+        device, why = torch.device("cuda", processes.local), f"one of {processes.world} processes"
+    dtype, reason = pick_dtype(cfg.dtype, device)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
-    lacking = "CUDA" if device.type != "cuda" else "" if compiled else "compile"  # what fused attention needs
-    if lacking and cfg.attention == "fused":
-        fail(f"attention fused needs CUDA and compile, and {lacking} is missing; use --attention=reference")
-    attention, told = ("reference" if lacking else "fused", "auto") if cfg.attention == "auto" else (cfg.attention, "")
-    because = (f"no {lacking}" if lacking else "CUDA and compile") if told else "as told"
-    number = str(dtype).removeprefix("torch.")
-    print(f"device {device} ({why}), {number} ({reason}), compile {'on' if compiled else 'off'}", end=", ")
-    print(f"attention {attention} ({because})")
+    lacking = "CUDA" if device.type != "cuda" else "" if compiled else "compile"
+    attention, because = cfg.attention, "as requested"
+    if attention == "fused" and lacking:
+        need = f"needs CUDA and compile, and {lacking} is missing"
+        fail(f"attention fused {need}; use --attention=reference")
+    if attention == "auto":
+        attention = "reference" if lacking else "fused"
+        because = f"no {lacking}" if lacking else "CUDA and compile"
+    print(f"device {device} ({why}), {str(dtype).removeprefix('torch.')} ({reason}), ", end="")
+    print(f"compile {'on' if compiled else 'off'}, attention {attention} ({because})")
     return device, dtype, compiled, attention
 
 
-def git_commit() -> str | None:
-    """The commit of this program, and -dirty if its files differ; None where that is unknown."""
-    try:  # with the folder named: git would go up to a repository that merely holds this program
-        command = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
-        command += ["describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def compile_model(model: GPT, batch: tuple[Tensor | None, ...], autocast) -> Callable[..., Tensor]:
+    """The compiled model, tried on one batch. Without a working compiler, the model itself."""
+    run = torch.compile(model, dynamic=False)
+    try:
+        with autocast:
+            loss = run(*batch)
+        loss.backward()
+    except torch.OutOfMemoryError:
+        fail(f"batch_size {len(batch[0])} does not fit the device's memory; use a smaller one")
+    except Exception as error:  # a compiler has many ways to fail
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        print(f"compiling failed ({reason}); continuing uncompiled, with reference attention")
+        model.attention, run = "reference", model
+    model.zero_grad(set_to_none=True)
+    return run
 
 
+@user_errors()
 def make_optimizer(model: GPT, cfg: TrainConfig) -> torch.optim.Optimizer:
     groups = model.optimizer_groups(cfg.learning_rate, cfg.prior_lr, cfg.ssmax_lr, cfg.weight_decay)
     for group in groups:
@@ -197,300 +242,290 @@ def make_optimizer(model: GPT, cfg: TrainConfig) -> torch.optim.Optimizer:
     return kind(groups, **options)
 
 
-class Trainer:
-    """One run: the model, its optimizer, its data and how far it is."""
+def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
+    """Linear warm-up, then a cosine from 1 to min_lr_fraction. Multiplies every peak rate."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / (cfg.warmup_steps + 1)
+    progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * cosine
 
-    def __init__(self, cfg: TrainConfig, model_cfg: ModelConfig, processes: Processes):
-        self.cfg, self.T, self.processes = cfg, model_cfg.block_size, processes
-        self.out, self.commit = Path(cfg.out_dir), git_commit()
-        self.saved = self.previous_run()
-        windows_per_step, rest = divmod(cfg.tokens_per_step, self.T)
-        self.micro_steps, uneven = divmod(windows_per_step, cfg.batch_size * processes.world)
-        if rest or uneven or not windows_per_step:
-            unit = f"processes x batch_size x block_size = {processes.world * cfg.batch_size * self.T:,}"
-            fail(f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one of them")
-        if cfg.shard_optimizer and processes.world == 1:
-            fail("shard_optimizer needs several processes; start train.py with torchrun, or leave it out")
-        self.train, val, self.meta = find_data(cfg, model_cfg, processes)
-        self.order = Order(len(self.train), windows_per_step, cfg.seed)
-        self.device, self.dtype, compiled, attention = choose_device(cfg, processes)
-        self.autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        self.validation = Validation(val, self.meta["eot"], cfg.eval_windows, cfg.batch_size, processes)
-        torch.manual_seed(cfg.seed)
-        self.model = GPT(model_cfg).to(self.device)
-        self.model.attention = attention
-        self.optimizer = make_optimizer(self.model, cfg)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.step, self.best, self.seconds, self.stop = 0, math.inf, 0.0, False
-        self.skipped, self.skipped_in_a_row = 0, 0
-        self.kept: int | None = None  # the step of last.pt
-        self.restore()
-        self.run = self.compiled() if compiled else self.model
-        if processes.world > 1:  # around the compiled model, since a fused kernel does not allow to split its graph
-            self.run = DistributedDataParallel(self.run, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
-    def windows(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """This process's windows of a step and the logarithms of their virtual lengths, a pair per micro-step."""
-        indices = self.order.step(step, self.processes.rank, self.processes.world)
-        drawn = np.random.default_rng((self.cfg.seed, step, VIRTUAL)).random(self.order.per_step, dtype=np.float32)
-        drawn = drawn[self.processes.rank :: self.processes.world] * math.log(self.model.cfg.virtual_length)
-        return list(zip(np.split(indices, self.micro_steps), np.split(drawn, self.micro_steps), strict=True))
+# ---- validation
 
-    def compiled(self):
-        """The compiled model, tried on the next batch: without a working compiler, better slowly than not at all."""
-        run = torch.compile(self.model, dynamic=False)
-        try:
-            self.loss(run, *self.windows(self.step)[0]).backward()
-        except torch.OutOfMemoryError:
-            fail(f"batch_size {self.cfg.batch_size} does not fit the memory of {self.device}; use a smaller one")
-        except Exception as error:  # a compiler has many ways to fail
-            reason = (str(error).splitlines() or [""])[0]
-            print(f"compiling failed ({type(error).__name__}: {reason}); going on uncompiled, with reference attention")
-            self.model.attention, run = "reference", self.model
-        self.optimizer.zero_grad(set_to_none=True)
-        return run
 
-    def previous_run(self) -> dict | None:
-        """The checkpoint to resume from. Refuses to write over a run that is there."""
-        last = self.out / "last.pt"
-        if self.cfg.resume:
-            with user_errors():
-                return load_checkpoint(last)
-        if any(self.out.glob("*.pt")):
-            fail(f"{self.out} already holds a run; --resume continues it, another --out_dir starts a new one")
-        with user_errors():
-            check_folder(self.out)
+def validation_sets(val: Windows, eot: int, count: int) -> dict[str, tuple[Tensor, int]]:
+    """Name -> fixed windows, and how many of their last tokens are targets. "val": `count` windows
+    as in training. "val_1x", "val_2x", "val_4x": windows inside long documents, whose last T/2
+    tokens are the same targets with T, 2T and 4T tokens of context."""
+    picks = np.linspace(0, len(val) - 1, min(count, len(val))).astype(int)
+    sets = {"val": (torch.from_numpy(val.take(picks)), val.T)}
+    long = long_windows(val, eot, 4, max(1, count // 4))
+    if long is None:
+        print(f"validation: no document is longer than 4 x {val.T} tokens, so no val_2x and val_4x")
+        return sets
+    long = torch.from_numpy(long)
+    return sets | {f"val_{c}x": (long[:, -c * val.T - 1 :], val.T // 2) for c in (1, 2, 4)}
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, sets: dict, eot: int, tokens: int, processes: Processes, autocast
+) -> dict[str, float]:
+    """Mean loss of each set's targets, about `tokens` at once in each process."""
+    model.eval()
+    losses, device = {}, next(model.parameters()).device
+    for name, (windows, targets) in sets.items():
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        rows = max(1, tokens // (windows.shape[1] - 1))
+        for w in windows[processes.rank :: processes.world].split(rows):
+            if not len(w):  # fewer windows than processes
+                continue
+            idx, y = w[:, :-1].to(device), w[:, 1:].clone()
+            y[:, :-targets] = -100
+            with autocast:
+                total += model(idx, y.to(device), documents(idx, eot)).double() * len(w)
+        losses[name] = processes.mean(total).item() * processes.world / len(windows)
+    model.train()
+    return losses
+
+
+# ---- checkpoints
+
+
+@dataclass
+class State:
+    """What a checkpoint holds."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    about: dict  # how the run was started
+    step: int = 0
+    best: float = math.inf  # lowest validation loss
+    seconds: float = 0.0  # of training and validation
+    skipped: int = 0  # steps without a finite loss and gradient
+
+
+def save(path: Path, state: State, rank: int) -> None:
+    """Write a checkpoint. All processes call this, and the first one writes."""
+    if state.about["train_config"]["shard_optimizer"]:
+        state.optimizer.consolidate_state_dict(to=0)
+    if rank:
+        return
+    parts = {"optimizer": state.optimizer.state_dict(), "scaler": state.scaler.state_dict()}
+    progress = {name: getattr(state, name) for name in PROGRESS} | {"rng": torch.get_rng_state()}
+    save_checkpoint(path, state.model.checkpoint() | parts | progress | state.about)
+
+
+def resume(out: Path, state: State, saved: dict) -> None:
+    """Continue from a checkpoint. Prints which options differ from the run's so far."""
+    now, then, tokenizer = state.about, saved.get("train_config"), saved.get("tokenizer")
+    if saved["model_config"] != asdict(state.model.cfg):
+        fail(f"{out} holds a run of another model; resume it with the options of its start")
+    needed = ("optimizer", "scaler", *PROGRESS, "rng", "processes", "train_config", "tokenizer")
+    if missing := sorted(name for name in needed if saved.get(name) is None):
+        fail(f"{out} cannot be resumed: its last.pt has no {', '.join(missing)}")
+    if tokenizer != now["tokenizer"]:
+        fail(f"{out} was trained with tokenizer {tokenizer}, not {now['tokenizer']}")
+    state.model.load_state_dict(saved["model"])
+    state.scaler.load_state_dict(saved["scaler"])
+    options = [{k: v for k, v in g.items() if k != "params"} for g in state.optimizer.param_groups]
+    state.optimizer.load_state_dict(saved["optimizer"])
+    for group, option in zip(state.optimizer.param_groups, options, strict=True):
+        group.update(option)  # rates, decay and betas are those of this call
+    for name in PROGRESS:
+        setattr(state, name, saved[name])
+    torch.set_rng_state(saved["rng"])
+    pairs = {k: (then.get(k), v) for k, v in now["train_config"].items() if k != "resume"}
+    pairs["processes"] = (saved["processes"], now["processes"])
+    changed = ", ".join(f"{k} {a} -> {b}" for k, (a, b) in pairs.items() if a != b)
+    print(f"resumed {out} at step {state.step}" + f", changed: {changed}" * bool(changed))
+
+
+def trim_log(log: Path, step: int) -> None:
+    """Remove what a killed run logged after its checkpoint: resuming will write it again."""
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
+    step_of = re.compile(r'\{"step": (\d+),.*\}\n')  # not of a line half written
+    with replacing(log) as file:
+        for line in lines:
+            if (found := step_of.fullmatch(line)) and int(found[1]) <= step:
+                file.write(line.encode())
+
+
+def git_commit() -> str | None:
+    """This program's commit, with -dirty if its files differ, or None if it is unknown."""
+    try:  # with the folder named: git would go up to a repository that merely holds this program
+        command = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
+        command += ["describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
 
-    def restore(self) -> None:
-        with user_errors():
-            self.out.mkdir(parents=True, exist_ok=True)
-        if self.saved is None:
-            if self.processes.rank == 0:
-                (self.out / "log.jsonl").write_text("", encoding="utf-8")
-            return
-        with user_errors():
-            if self.saved["model_config"] != asdict(self.model.cfg):
-                raise ValueError(f"{self.out} holds a run of another model; resume it with the options of its start")
-            needed = {"optimizer", "scaler", "step", "best", "seconds", "skipped", "processes", "rng", "train_config"}
-            if missing := {name for name in (*needed, "tokenizer") if self.saved.get(name) is None}:
-                raise ValueError(f"{self.out} cannot be resumed: its last.pt has no {', '.join(sorted(missing))}")
-            if (tokenizer := self.saved["tokenizer"]) != self.meta["tokenizer"]:
-                raise ValueError(f"{self.out} was trained with tokenizer {tokenizer}, not {self.meta['tokenizer']}")
-        self.model.load_state_dict(self.saved["model"])
-        options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(self.saved["optimizer"])
-        for group, now in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(now)  # rates, decay and betas are those of this call
-        self.scaler.load_state_dict(self.saved["scaler"])
-        for name in ("step", "best", "seconds", "skipped"):
-            setattr(self, name, self.saved[name])
-        torch.set_rng_state(self.saved["rng"])
-        self.kept = self.step
-        if self.processes.rank == 0:
-            self.shorten_log()
-        now, then = asdict(self.cfg), self.saved["train_config"]
-        changed = [f"{k} {then.get(k)} -> {now[k]}" for k in now if k != "resume" and now[k] != then.get(k)]
-        if (world := self.saved["processes"]) != self.processes.world:
-            changed.append(
-                f"processes {world} -> {self.processes.world} (the same windows in every step, added up anew)"
-            )
-        print(f"resumed {self.out} at step {self.step}" + ", changed: " * bool(changed) + ", ".join(changed))
-        self.saved = None
 
-    def shorten_log(self) -> None:
-        """Take out what a killed run logged after its checkpoint, since that comes again."""
-        log = self.out / "log.jsonl"
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
-        step = re.compile(r'\{"step": (\d+),.*\}\n')
-        kept = [line for line in lines if (found := step.fullmatch(line)) and int(found[1]) <= self.step]
-        with replacing(log) as file:
-            file.write("".join(kept).encode())
-
-    def save(self, name: str) -> None:
-        """Write a checkpoint; all processes call this, and the first one writes."""
-        if self.cfg.shard_optimizer:
-            self.optimizer.consolidate_state_dict(to=0)
-        if self.processes.rank:
-            return
-        state = self.model.checkpoint() | {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "step": self.step,
-            "best": self.best,
-            "seconds": self.seconds,
-            "skipped": self.skipped,
-            "processes": self.processes.world,
-            "rng": torch.get_rng_state(),
-            "train_config": asdict(self.cfg),
-            "tokenizer": self.meta["tokenizer"],
-            "data": self.cfg.data,
-            "commit": self.commit,
-        }
-        save_checkpoint(self.out / name, state)
-
-    def loss(self, run: Callable[..., Tensor], indices: np.ndarray, log_virtual: np.ndarray) -> Tensor:
-        """Mean loss of one micro-step's windows; `run` is the model or its compiled form."""
-        batch = self.train.take(indices)
-        if batch.max() >= self.model.cfg.vocab_size:
-            fail(f"{self.cfg.data} has the token id {batch.max()}, vocab_size is {self.model.cfg.vocab_size}")
-        batch = batch.to(self.device)
-        idx, targets = batch[:, :-1], batch[:, 1:].clone()
-        if self.meta["window"]:  # packed windows are shuffled: what follows the last token is of another text
-            targets[:, -1] = -100
-        with self.autocast:
-            virtual = torch.from_numpy(log_virtual).to(self.device) if self.model.cfg.virtual_length > 1 else None
-            return run(idx, targets, documents(idx, self.meta["eot"]), virtual)
-
-    def train_step(self) -> tuple[float, float]:
-        """One optimizer step; returns the mean loss and the gradient's norm before clipping. Unless both are finite, it
-        changes nothing."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * learning_rate_factor(self.step, self.cfg)
-        total = torch.zeros((), device=self.device)
-        for i, (indices, log_virtual) in enumerate(self.windows(self.step)):
-            if self.processes.world > 1:  # read in the forward pass: only the last micro-step adds up over processes
-                self.run.require_backward_grad_sync = i == self.micro_steps - 1
-            loss = self.loss(self.run, indices, log_virtual) / self.micro_steps
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        self.scaler.unscale_(self.optimizer)  # before clipping, or the clip would see scaled gradients
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
-        numbers = self.processes.mean(total).item(), norm.item()
-        finite = all(map(math.isfinite, numbers))
-        if finite:
-            self.scaler.step(self.optimizer)
-            self.model.constrain()
-        self.scaler.update()  # lowers the scale if unscaling has met an infinite gradient
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.count_skipped(finite, *numbers)
-        return numbers
-
-    def count_skipped(self, finite: bool, loss: float, norm: float) -> None:
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if finite:
-            return
-        self.skipped += 1
-        self.say(f"step {self.step}: loss {loss}, gradient norm {norm}: skipped, {self.skipped} in all")
-        if self.skipped_in_a_row == PATIENCE:
-            kept = f"{self.out / 'last.pt'} has step {self.kept}" if self.kept else "no checkpoint was written yet"
-            fail(
-                f"{PATIENCE} steps in a row had no finite loss and gradient; {kept}; use lower learning rates", DIVERGED
-            )
-
-    def log(self, record: dict) -> None:
-        if self.processes.rank:
-            return
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with open(self.out / "log.jsonl", "a", encoding="utf-8") as f:
-            f.write(json.dumps(record) + "\n")
-
-    def evaluate(self) -> dict[str, float]:
-        """Validation losses; saves last.pt, and best.pt if the validation loss is the lowest so far."""
-        losses = self.validation.run(self.model, self.device, self.autocast)
-        if not math.isfinite(losses["val"]):
-            self.say(f"step {self.step}: the validation loss is {losses['val']}, so no checkpoint is written")
-            return losses
-        if losses["val"] < self.best and not self.doubtful():
-            self.best = losses["val"]
-            self.save("best.pt")  # first, so that a last.pt never speaks of a best.pt that was not written
-        self.save_last()
-        return losses
-
-    def doubtful(self) -> bool:
-        """After a skipped step the weights may be ruined, unless it is the loss scaler that tries its scale."""
-        return self.skipped_in_a_row > 0 and not self.scaler.is_enabled()
-
-    def save_last(self) -> None:
-        if self.doubtful():
-            self.say(f"step {self.step} was skipped, so no checkpoint is written")
-            return
-        self.save("last.pt")
-        self.kept = self.step
-
-    def speed(self, steps: int, seconds: float) -> dict:
-        """Tokens a second, the share of the device's peak that the model's own operations are, and memory in bytes."""
-        rate = steps * self.cfg.tokens_per_step / max(seconds, 1e-9)  # a clock may not have moved
-        peak = peak_flops(self.device, self.dtype)
-        mfu = rate * self.model.flops_per_token(self.T) / (peak * self.processes.world) if peak else None
-        return {"tokens_per_second": round(rate), "mfu": mfu, "peak_memory": peak_memory(self.device)}
-
-    def told_to_stop(self) -> bool:
-        """Has any process got a signal? All of them must answer alike, to stop after the same step."""
-        told = torch.tensor(float(self.stop), device=self.device)
-        return self.processes.mean(told).item() > 0
-
-    def loop(self) -> None:
-        cfg, began, before, first = self.cfg, time.perf_counter(), self.seconds, self.step
-        if first >= cfg.max_steps:
-            print(f"{self.out} is at step {first} of {cfg.max_steps} already: nothing to do")
-        since, steps = began, 0  # of the last log line, without the time of validations
-        told = False
-        while self.step < cfg.max_steps and not told:
-            loss, norm = self.train_step()
-            steps += 1
-            self.seconds = before + time.perf_counter() - began
-            if told := self.told_to_stop():  # first of all, since who stops a run may not wait for a validation
-                self.save_last()
-            validate = self.step % cfg.eval_interval == 0 or self.step == cfg.max_steps
-            if not validate and not told and self.step % cfg.log_interval:
-                continue
-            record = {"step": self.step, "loss": loss, "grad_norm": norm, "skipped": self.skipped}
-            record |= {"seconds": self.seconds, **self.speed(steps, time.perf_counter() - since)}
-            record |= self.evaluate() if validate else {}
-            since, steps = time.perf_counter(), 0
-            self.log(record | self.model.prior_values())
-            left = (time.perf_counter() - began) / (self.step - first) * (cfg.max_steps - self.step)
-            self.say(log_line(record, cfg.max_steps, left))
-        if told:
-            self.say(f"stopped at step {self.step}; {self.out / 'last.pt'} has step {self.kept}, --resume continues")
-        self.stop = told
-
-    def interrupt(self, *_) -> None:
-        """First Ctrl-C: finish this step, save, stop. Second: stop at once."""
-        self.stop = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.say("stopping after this step (Ctrl-C again: at once)")
-
-    def say(self, line: str) -> None:
-        """Print. When nobody reads any more (`| head`), stop as after Ctrl-C."""
-        if not say(line):
-            self.stop = True
+# ---- the run
 
 
-def log_line(record: dict, max_steps: int, seconds_left: float) -> str:
+def format_line(record: dict, max_steps: int, seconds_left: float) -> str:
     parts = [f"step {record['step']:>6}/{max_steps}", f"loss {record['loss']:.4f}"]
     parts += [f"{name} {record[name]:.4f}" for name in record if name.startswith("val")]
-    minutes, seconds = divmod(round(seconds_left), 60)
     parts += [f"norm {record['grad_norm']:.2f}", f"{record['tokens_per_second']:,} tok/s"]
     parts += [f"MFU {100 * record['mfu']:.0f}%" if record["mfu"] else "MFU n/a"]
     parts += [f"{record['peak_memory'] / 1e9:.1f} GB"] if record["peak_memory"] else []
-    hours, minutes = divmod(minutes, 60)
-    return " | ".join([*parts, f"{f'{hours}:{minutes:02d}' if hours else minutes}:{seconds:02d} left"])
+    return " | ".join([*parts, f"{timedelta(seconds=round(seconds_left))} left"])
 
 
 def main() -> None:
-    (model_cfg, cfg), _ = configurator.parse([ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config")
+    (model_cfg, cfg), _ = configurator.parse(
+        [ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config"
+    )
+    out, last, T = Path(cfg.out_dir), Path(cfg.out_dir) / "last.pt", model_cfg.block_size
     with user_errors():
         processes = Processes.join(cfg.device)
-        if processes.rank == 0:
-            lock_folder(Path(cfg.out_dir))
-    if processes.rank:
-        sys.stdout = io.StringIO()  # the first process speaks for all
-    trainer = Trainer(cfg, model_cfg, processes)
-    config = json.dumps({"model": asdict(model_cfg), "train": asdict(cfg)}, indent=1)
-    if processes.rank == 0:
-        with replacing(trainer.out / "config.json") as file:
-            file.write(config.encode())
-    groups = {kind: sum(p.numel() for p in params) for kind, params in trainer.model.parameter_groups().items()}
-    print(f"{sum(groups.values()):,} parameters: " + ", ".join(f"{kind} {n:,}" for kind, n in groups.items()))
-    print(f"{len(trainer.train):,} windows of {trainer.T} tokens an epoch, {trainer.order.per_step} a step")
-    signal.signal(signal.SIGINT, trainer.interrupt)
-    signal.signal(signal.SIGTERM, trainer.interrupt)  # how torchrun and job schedulers say it
-    trainer.loop()
+        rank, world = processes.rank, processes.world
+        if rank == 0:
+            lock_folder(out)
+        else:
+            sys.stdout = io.StringIO()  # the first process speaks for all
+        saved = load_checkpoint(last) if cfg.resume else None
+        check_folder(out)
+    if saved is None and any(out.glob("*.pt")):
+        fail(f"{out} already holds a run; use --resume to continue it, or another --out_dir")
+    micro_steps, rest = divmod(cfg.tokens_per_step, world * cfg.batch_size * T)
+    if rest:
+        unit = f"processes x batch_size x block_size = {world * cfg.batch_size * T:,}"
+        fail(f"tokens_per_step {cfg.tokens_per_step:,} is not a multiple of {unit}; change one")
+    if cfg.shard_optimizer and world == 1:
+        fail("shard_optimizer needs several processes; start with torchrun, or leave it out")
+
+    # data, model, optimizer
+    train, val, meta = find_data(cfg, model_cfg, world)
+    device, dtype, compiled, attention = choose_device(cfg, processes)
+    order = Order(len(train), cfg.tokens_per_step // T, cfg.seed)
+    batches = partial(read_batches, train, order, meta, cfg, model_cfg, processes, device)
+    sets = validation_sets(val, meta["eot"], cfg.eval_windows)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    torch.manual_seed(cfg.seed)
+    model = GPT(model_cfg).to(device)
+    model.attention = attention
+    optimizer = make_optimizer(model, cfg)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    about = {"processes": world, "train_config": asdict(cfg), "tokenizer": meta["tokenizer"]}
+    state = State(model, optimizer, scaler, about | {"data": cfg.data, "commit": git_commit()})
+    if saved is not None:
+        resume(out, state, saved)
+        saved = None  # free its memory
+    run = compile_model(model, next(batches(state.step)), autocast) if compiled else model
+    if world > 1:  # around the compiled model, since a fused kernel needs the graph in one piece
+        run = DistributedDataParallel(run, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    if rank == 0:
+        write_json(out / "config.json", {"model": asdict(model_cfg), "train": asdict(cfg)})
+        trim_log(out / "log.jsonl", state.step)
+    sizes = {k: sum(p.numel() for p in group) for k, group in model.parameter_groups().items()}
+    parts = ", ".join(f"{kind} {n:,}" for kind, n in sizes.items())
+    print(f"{sum(sizes.values()):,} parameters: {parts}")
+    print(f"{len(train):,} windows of {T} tokens an epoch, {order.per_step} a step")
+    if state.step >= cfg.max_steps:
+        print(f"{out} is at step {state.step} of {cfg.max_steps} already: nothing to do")
+
+    # Ctrl-C, SIGTERM (torchrun, job schedulers) and a reader that has gone (`| head`) stop the run
+    # after the current step. A second Ctrl-C ends it at once.
+    stop = stopping = False
+
+    def report(line: str) -> None:
+        nonlocal stop
+        if not say(line):
+            stop = True
+
+    def interrupt(*_) -> None:
+        nonlocal stop
+        stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        report("stopping after this step (Ctrl-C again: at once)")
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+
+    began, first, seconds = time.perf_counter(), state.step, state.seconds
+    logged, logged_step = began, first  # of the last log line
+    skipped_in_a_row = 0
+    kept = f"{last} has step {first}" if first else "no checkpoint was written yet"
+    while state.step < cfg.max_steps and not stopping:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * learning_rate_factor(state.step, cfg)
+
+        total = torch.zeros((), device=device)
+        for i, batch in enumerate(batches(state.step)):
+            if world > 1:  # read in the forward pass: only the last micro-step sums over processes
+                run.require_backward_grad_sync = i == micro_steps - 1
+            with autocast:
+                loss = run(*batch)
+            loss = loss / micro_steps
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        scaler.unscale_(optimizer)  # before clipping, or the clip would see scaled gradients
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+        loss = processes.mean(total).item()
+
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            scaler.step(optimizer)
+            model.constrain()
+        scaler.update()  # lowers the scale if unscaling has met an infinite gradient
+        optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        state.seconds = seconds + time.perf_counter() - began
+        skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
+        if not finite:
+            state.skipped += 1
+            numbers = f"loss {loss}, gradient norm {norm}"
+            report(f"step {state.step}: {numbers}: skipped, {state.skipped} in all")
+        if skipped_in_a_row == PATIENCE:
+            why = f"{PATIENCE} steps in a row had no finite loss and gradient"
+            fail(f"{why}; {kept}; use lower learning rates", DIVERGED)
+
+        # A signal may have reached one process only: all of them must stop after the same step.
+        stopping = processes.mean(torch.tensor(float(stop), device=device)).item() > 0
+        validate = state.step % cfg.eval_interval == 0 or state.step == cfg.max_steps
+        # A skipped step may mean ruined weights, unless the loss scaler is trying its scale.
+        trouble = "" if finite or scaler.is_enabled() else "was skipped"
+        if stopping and not trouble:  # first: whoever stopped the run may not wait for validation
+            save(last, state, rank)
+            kept = f"{last} has step {state.step}"
+        if not stopping and not validate and state.step % cfg.log_interval:
+            continue
+
+        elapsed = max(time.perf_counter() - logged, 1e-9)  # a clock may not have moved
+        rate = (state.step - logged_step) * cfg.tokens_per_step / elapsed
+        peak = peak_flops(device, dtype)
+        record = {"step": state.step, "loss": loss, "grad_norm": norm, "skipped": state.skipped}
+        record |= {"seconds": state.seconds, "tokens_per_second": round(rate)}
+        record["mfu"] = rate * model.flops_per_token(T) / (peak * world) if peak else None
+        record["peak_memory"] = peak_memory(device)
+        if validate:
+            record |= evaluate(model, sets, meta["eot"], cfg.batch_size * T, processes, autocast)
+            if not math.isfinite(record["val"]):
+                trouble = f"has the validation loss {record['val']}"
+            if not trouble and record["val"] < state.best:
+                state.best = record["val"]
+                save(out / "best.pt", state, rank)  # before the last.pt that knows its loss
+            if not trouble:
+                save(last, state, rank)
+                kept = f"{last} has step {state.step}"
+        if trouble and (validate or stopping):
+            report(f"step {state.step} {trouble}, so no checkpoint is written")
+        if rank == 0:
+            numbers = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
+            with open(out / "log.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(numbers | model.prior_values()) + "\n")
+        left = (time.perf_counter() - began) / (state.step - first) * (cfg.max_steps - state.step)
+        report(format_line(record, cfg.max_steps, left))
+        logged, logged_step = time.perf_counter(), state.step
+
+    if stopping:
+        report(f"stopped at step {state.step}; {kept}, --resume continues")
     processes.leave()
-    if trainer.stop:
+    if stopping:
         sys.exit(130)
 
 

@@ -1,13 +1,14 @@
-# GGD-BAM with SSMax at the paper's 120M shape: 12 layers of width 768, 16 heads of 48, SwiGLU of 1,536, 512 tokens.
+# GGD-BAM with SSMax at the paper's 120M shape: 12 layers of width 768, 16 heads of 48, 512 tokens.
 #
-# Parameters: 109,432,128 = 70.8M in the blocks + 50,304 x 768 = 38.6M in the embedding, shared by the output layer,
-#             + 384 of the prior (2 x 16 x 12) + 192 of SSMax. The paper has 121M: the same blocks, a vocabulary of
-#             32,768, and an output layer of its own. Here: GPT-2's 50,257 words, padded to a multiple of 64.
-#             Queries and keys start as in the paper; the other matrices as the table of `init_weights` says.
+# Parameters: 109,432,128 = 70.8M in the blocks + 50,304 x 768 = 38.6M in the embedding, which the
+#             output layer shares, + 384 of the prior (2 x 16 x 12) + 192 of SSMax. The paper has
+#             121M: the same blocks, 32,768 words, and an output layer of its own. Here: GPT-2's
+#             50,257 words, padded to a multiple of 64. Queries and keys start as in the paper, the
+#             other matrices as `init_weights` says.
 # Tokens:     20,000 steps x 589,824 = 11.8 billion, about 1.15 epochs of FineWeb's sample-10BT
-# Work:       685 MFLOP a token, 8.1e18 in all: 5.7 hours on one H100, 18 on one A100, if 40% of their peak is reached
-# Memory:     about 8 GB on each GPU: 5.4 of activations (32 bytes x 768 x 12 a token), 1.8 of weights, gradients and
-#             optimizer, 0.8 of logits. A checkpoint has 1.3 GB.
+# Work:       685 MFLOP a token, 8.1e18 in all: 5.7 hours of an H100, 18 of an A100, at 40% of peak
+# Memory:     about 8 GB on each GPU: 5.4 of activations (32 bytes x 768 x 12 a token), 1.8 of
+#             weights, gradients and optimizer, 0.8 of logits. A checkpoint has 1.3 GB.
 # The hours and the memory are this arithmetic, not measurements.
 #
 # 1,152 windows a step = 36 x 32, so 1, 2, 4, 8, 16 or 32 GPUs give the same run.

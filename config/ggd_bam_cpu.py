@@ -1,14 +1,14 @@
-# The quick start and the laptop study: a byte-level GGD-BAM with SSMax that learns to retrieve, with
-# no download. 558,244 parameters; 3200 steps x 4,096 = 13.1M bytes, each window of the data once:
-# some eight minutes on two CPU cores that have bfloat16 instructions.
+# The quick start and the laptop study: a byte-level GGD-BAM with SSMax that learns to retrieve.
+# Nothing to download. 558,244 parameters; 3200 steps x 4,096 = 13.1M bytes, each window of the data
+# once: some eight minutes on two CPU cores that have bfloat16 instructions.
 #
 # Most training windows are retrieval exercises in the form of the passkey test, none longer than
-# block_size. The big models of the paper learn retrieval from 10B tokens of text alone; a laptop has
+# block_size. The paper's big models learn retrieval from 10B tokens of text alone, and a laptop has
 # no time for that. So compare encodings on these exercises with each other, never with models that
 # had none.
 #
-# Every head starts where the paper starts, theta = 0, whatever the encoding nothing is made by hand:
-# --pe=rope --virtual_length=1 --out_dir=out/rope_cpu is another encoding with the same data and budget.
+# Every head starts where the paper starts, theta = 0: nothing is made by hand. Another encoding
+# with the same data and budget: --pe=rope --virtual_length=1 --out_dir=out/rope_cpu
 
 # data: the documentation that ships inside this Python; 85% of the windows hold exercises
 data = "data/pydocs"
@@ -24,9 +24,9 @@ n_embd = 128
 block_size = 256
 tie_embeddings = False
 
-# Not in the paper: training draws a length for SSMax, up to 1,000 times the real one (see model.py). The
-# paper's method is --virtual_length=1 --ssmax_init=0.18. s starts at 1 over the mean of ln n + u, so
-# that attention starts about as sharp as plain softmax; the paper starts it at 1.
+# Not in the paper: training draws a length for SSMax, up to 1,000 times the real one (model.py).
+# The paper's method is --virtual_length=1 --ssmax_init=0.18. s starts at 1 over the mean of
+# ln n + u, so that attention starts about as sharp as plain softmax; the paper starts it at 1.
 virtual_length = 1000.0
 ssmax_init = 0.12
 

@@ -1,4 +1,5 @@
-"""What the tests share: the repository on the path, the ten encodings, a small model with no start values left."""
+"""What the tests share: the repository on the path, the ten encodings, a small model with no
+start values left."""
 
 import itertools
 import os
@@ -7,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# Where torch is to play an older CPU, two parts must be told. The compiler would take kernels for another instruction
-# set from its disk cache, with wrong numbers, so each has its own, the native one too; oneDNN would ask for bfloat16
-# products that the kernels then lack.
+# Where torch is to play an older CPU, two parts must be told. The compiler would take kernels for
+# another instruction set from its disk cache, with wrong numbers, so each CPU has its own, the
+# native one too. oneDNN would ask for bfloat16 products that the kernels then lack.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir(), "nanobam_tests_" + os.environ.get("ATEN_CPU_CAPABILITY", "native"))
 )
@@ -19,18 +20,21 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 import pytest
 import torch
 
-from checkpoint import save_checkpoint
+from data import get_tokenizer
+from model import ENCODINGS as KINDS
 from model import GPT, ModelConfig
-from tokenizer import get_tokenizer
+from runs import save_checkpoint
 
-ENCODINGS = list(itertools.product(["nope", "sinusoidal", "rope", "alibi", "ggd"], [False, True]))
+ENCODINGS = list(itertools.product(KINDS, [False, True]))
 
 
 def make_model(pe, ssmax, **changes):
-    """A byte-level model of 2 layers. Norms, theta and s are random (some s negative), unless a theta is given."""
+    """A byte-level model of 2 layers. Norms, theta and s are random (some s negative), unless a
+    theta is given."""
     fixed = {"theta_alpha", "theta_beta", "theta_mu"} & set(changes)
-    shape = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64}
-    cfg = ModelConfig(**{**shape, "pe": pe, "ssmax": ssmax, "tie_embeddings": False, **changes})
+    shape = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    shape |= {"block_size": 64, "pe": pe, "ssmax": ssmax, "tie_embeddings": False}
+    cfg = ModelConfig(**shape | changes)
     generator = torch.Generator().manual_seed(1)
     model = GPT(cfg)
     with torch.no_grad():
@@ -53,7 +57,10 @@ def enc(request, monkeypatch):
     if request.param == "gpt2":
         if "NANOBAM_TEST_DATA" not in os.environ:
             pytest.skip("NANOBAM_TEST_DATA is not set: no GPT-2 vocabulary without a network")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+        monkeypatch.setenv(
+            "TIKTOKEN_CACHE_DIR",
+            str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")),
+        )
     return get_tokenizer(request.param)
 
 
@@ -69,8 +76,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def float64(monkeypatch):
-    """Turns the model's own casts to float32 into casts to float64. With model.double() two routes to
-    one result then agree to about 1e-14 on every CPU; float32 sums differ by vector width and threads."""
+    """Turns the model's own casts to float32 into casts to float64. With model.double() two routes
+    to one result then agree to about 1e-14 on every CPU, where float32 sums differ."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 

@@ -1,4 +1,4 @@
-"""The model once more in float64, row by row and from the formulas, to check model.py. Shares no code with it."""
+"""The model again, in float64, row by row, from the formulas, to check model.py. Shares no code."""
 
 import math
 
@@ -19,7 +19,7 @@ def norm(x, weight):
 
 
 def turn(x, t):
-    """RoPE of the rows of x (N, D) at the positions t (N,), by complex numbers: channel i with channel i + D/2."""
+    """RoPE of x (N, D) at the positions t (N,): channels i and i + D/2 are a complex number."""
     half = x.shape[1] // 2
     z = torch.complex(x[:, :half], x[:, half:])
     w = torch.tensor([500_000.0 ** (-i / half) for i in range(half)], dtype=torch.float64)
@@ -32,18 +32,19 @@ def log_prior(cfg, p, layer, h, distance):
     if cfg.pe == "alibi":
         return -slopes(cfg.n_head)[h] * distance
     if cfg.pe == "ggd":
-        a, b, m = (p[f"blocks.{layer}.attn.prior.theta_{name}"][h] for name in ("alpha", "beta", "mu"))
+        place = f"blocks.{layer}.attn.prior.theta_"
+        a, b, m = (p[place + name][h] for name in ("alpha", "beta", "mu"))
         return -(a.exp()) * ((-distance - (m.exp() - (-m).exp())).abs() + 1e-5) ** b
     return torch.zeros_like(distance)
 
 
 def attention_rows(cfg, p, layer, x, starts):
-    """For one sequence x (T, C): yields (h, i, visible j, content, prior, values) with every scale applied."""
+    """For one sequence x (T, C): yields (h, i, visible j, content, prior, values), all scaled."""
     D = cfg.n_embd // cfg.n_head
     qkv = x @ p[f"blocks.{layer}.attn.qkv.weight"].T
     at = torch.tensor([i - start for i, start in enumerate(starts)], dtype=torch.float64)
     for h in range(cfg.n_head):
-        q, k, v = (qkv[:, part * cfg.n_embd + h * D : part * cfg.n_embd + (h + 1) * D] for part in range(3))
+        q, k, v = (part[:, h * D : (h + 1) * D] for part in qkv.chunk(3, 1))
         if cfg.pe == "rope":
             q, k = turn(q, at), turn(k, at)
         for i, start in enumerate(starts):
@@ -54,14 +55,15 @@ def attention_rows(cfg, p, layer, x, starts):
             if cfg.ssmax:
                 scale = p[f"blocks.{layer}.attn.s"][h] * math.log(len(js))
                 content = content * scale
-                prior = prior if cfg.pe == "alibi" or cfg.ssmax_scales == "content" else prior * scale
+                if cfg.pe != "alibi" and cfg.ssmax_scales == "posterior":
+                    prior = prior * scale
             yield h, i, js, content, prior, v[start : i + 1]
 
 
 def parameters(model):
     """Every weight and buffer as a float64 leaf that can hold a gradient."""
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: t.detach().double().requires_grad_() for name, t in found.items()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
 
 
 def forward(model, p, tokens, starts=None):
@@ -82,7 +84,8 @@ def forward(model, p, tokens, starts=None):
         for h, i, _, content, prior, values in rows:
             heads[i][h] = torch.softmax(content + prior, 0) @ values
         x = x + torch.stack([torch.cat(row) for row in heads]) @ p[name + "attn.out.weight"].T
-        gate, up = (norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T).chunk(2, -1)
+        hidden = norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T
+        gate, up = hidden.chunk(2, -1)
         x = x + (gate * torch.sigmoid(gate) * up) @ p[name + "mlp.down.weight"].T
     head = p.get("head.weight", p["embedding.weight"])
     return (norm(x, p["norm.weight"]) @ head.T)[:, : cfg.vocab_size]

@@ -9,7 +9,7 @@ from conftest import make_model
 
 import bench as B
 import model as M
-from checkpoint import save_checkpoint
+from runs import save_checkpoint
 
 
 def test_plain_attention_is_that_of_the_model_without_a_prior(float64):
@@ -25,7 +25,9 @@ def test_plain_attention_is_that_of_the_model_without_a_prior(float64):
 def test_rows_on_cuda_hold_the_ten_encodings_between_two_plain_ones():
     rows = B.cases(B.BenchConfig(), cuda=True)
     assert rows[0] == rows[-1] == B.Case("nope", "plain", True)
-    assert [r.encoding for r in rows[1:11]] == list(B.ENCODINGS) and {r.attention for r in rows[1:11]} == {"fused"}
+    assert [r.encoding for r in rows[1:11]] == list(B.ENCODINGS) and {
+        r.attention for r in rows[1:11]
+    } == {"fused"}
     assert {(r.attention, r.compiled, r.packed) for r in rows[11:-1]} == {
         ("fused", True, True), ("reference", True, False), ("reference", False, False)
     }  # fmt: skip
@@ -33,9 +35,13 @@ def test_rows_on_cuda_hold_the_ten_encodings_between_two_plain_ones():
 
 def test_command_line(tmp_path, monkeypatch, capsys):
     config = tmp_path / "tiny.py"
-    config.write_text("vocab_size, n_layer, n_head, n_embd, block_size, batch_size = 257, 1, 2, 16, 32, 4")
+    config.write_text(
+        "vocab_size, n_layer, n_head, n_embd, block_size, batch_size = 257, 1, 2, 16, 32, 4"
+    )
     arguments = [config, "--encodings=alibi,ggd-ssmax", "--steps=1", "--warmup=0", "--device=cpu"]
-    monkeypatch.setattr("sys.argv", ["bench.py", *map(str, arguments), f"--records={tmp_path / 'new/bench.jsonl'}"])
+    monkeypatch.setattr(
+        "sys.argv", ["bench.py", *map(str, arguments), f"--records={tmp_path / 'new/bench.jsonl'}"]
+    )
     whole = B.measure
 
     def measure(case, *rest):
@@ -47,9 +53,16 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     B.main()
     printed = capsys.readouterr().out
     assert "4 x 32 tokens a step" in printed and "RuntimeError: no such kernel" in printed
-    records = [json.loads(line) for line in (tmp_path / "new/bench.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "new/bench.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [r["case"].split(", ")[1] for r in records] == ["nope", "alibi", "ggd-ssmax", "nope"]
-    assert records[2]["tokens_per_second"] > 0 and records[2]["bytes"] is None and "error" in records[1]
+    assert (
+        records[2]["tokens_per_second"] > 0
+        and records[2]["bytes"] is None
+        and "error" in records[1]
+    )
     table = [line.split() for line in printed.splitlines()[-4:]]
     assert table[0][-4] == "1.00"
 
@@ -57,7 +70,10 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 def test_ways_to_score_a_long_text_agree():
     """All but the one without a prior; dense is the model's own forward."""
     for pe, ssmax in (("ggd", True), ("ggd", False), ("alibi", True), ("rope", False)):
-        model, idx = make_model(pe, ssmax), torch.randint(0, 256, (1, 700), generator=torch.Generator().manual_seed(0))
+        model, idx = (
+            make_model(pe, ssmax),
+            torch.randint(0, 256, (1, 700), generator=torch.Generator().manual_seed(0)),
+        )
         expected = model(idx[:, :-1])[:, -9:].argmax(-1)
         for way in ("dense", "exact", "skipping"):
             assert torch.equal(B.WAYS[way](model, idx, 9)[0], expected), (pe, way)
@@ -72,17 +88,28 @@ def test_streaming_command_line(tmp_path, monkeypatch, capsys):
     B.main()
     printed = capsys.readouterr().out
     assert "layer 1:" in printed and printed.count("skipping") == 4 and printed.count("dense") == 4
-    records = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "bench.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [r["way"] for r in records] == [*B.WAYS, *B.WAYS]
     assert all(r["seconds"] > 0 and r["length"] in (600, 1500) for r in records)
-    assert np.shape(records[-1]["skipped_blocks"]) == (2, 2) and np.min(records[-1]["skipped_blocks"]) > 0
+    assert (
+        np.shape(records[-1]["skipped_blocks"]) == (2, 2)
+        and np.min(records[-1]["skipped_blocks"]) > 0
+    )
 
 
 def test_a_clock_that_does_not_move_is_no_division_by_zero(monkeypatch):
     monkeypatch.setattr(B.time, "perf_counter", lambda: 5.0)
     shape = M.ModelConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
     cfg = B.BenchConfig(batch_size=1, steps=1, warmup=0)
-    assert B.measure(B.Case("nope", "plain", False), shape, cfg, torch.device("cpu"), torch.float32)["bytes"] is None
+    assert (
+        B.measure(B.Case("nope", "plain", False), shape, cfg, torch.device("cpu"), torch.float32)[
+            "bytes"
+        ]
+        is None
+    )
     record = {"way": "exact", "length": 256, "seconds": 0.0, "bytes": None, "skipped_blocks": None}
     assert B.streaming_row(record, record)[2:5] == ["0.00", "0.0000", ""]
 

@@ -1,4 +1,4 @@
-"""Every config is loaded and its model built, without memory, on the meta device; the numbers in its comments hold."""
+"""Every config's model is built on the meta device, and the numbers in the comments hold."""
 
 import configurator
 
@@ -43,21 +43,30 @@ def test_config(name):
     model_cfg, cfg = load(name)
     with torch.device("meta"):
         model = GPT(model_cfg)
-    groups = {kind: sum(p.numel() for p in params) for kind, params in model.parameter_groups().items()}
+    groups = {
+        kind: sum(p.numel() for p in params) for kind, params in model.parameter_groups().items()
+    }
     assert (sum(groups.values()), groups["theta"], groups["s"]) == PARAMETERS[name]
     text = (CONFIGS / f"{name}.py").read_text(encoding="utf-8")
-    assert f"{sum(groups.values()):,} parameters" in text or f"Parameters: {sum(groups.values()):,}" in text
+    assert (
+        f"{sum(groups.values()):,} parameters" in text
+        or f"Parameters: {sum(groups.values()):,}" in text
+    )
     assert cfg.out_dir == f"out/{name}" and model_cfg.padded_vocab in (257, 50304)
     if found := re.search(r"Work: +([\d,]+) MFLOP a token, ([\d.e]+) in all", text):
         per_token = model.flops_per_token(model_cfg.block_size)
         assert f"{per_token / 1e6:,.0f}" == found[1]
-        assert per_token * cfg.max_steps * cfg.tokens_per_step == pytest.approx(float(found[2]), rel=0.02)
+        assert per_token * cfg.max_steps * cfg.tokens_per_step == pytest.approx(
+            float(found[2]), rel=0.02
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if "cpu" not in name])
 def test_runs_on_fineweb_are_the_same_on_every_number_of_gpus(name):
     model_cfg, cfg = load(name)
-    assert cfg.tokens_per_step == 589_824 and cfg.max_steps == 20_000 and cfg.data == "data/fineweb10B"
+    assert (
+        cfg.tokens_per_step == 589_824 and cfg.max_steps == 20_000 and cfg.data == "data/fineweb10B"
+    )
     for gpus in (2, 4, 8, 16):
         assert cfg.tokens_per_step % (gpus * cfg.batch_size * model_cfg.block_size) == 0
 
@@ -67,4 +76,10 @@ def test_the_120m_model_has_the_blocks_of_the_paper():
     with torch.device("meta"):
         blocks = sum(p.numel() for p in GPT(model_cfg).blocks.parameters())
     assert round(blocks / 1e6, 1) == 70.8
-    assert (cfg.optimizer, cfg.learning_rate, cfg.warmup_steps, cfg.beta1, cfg.beta2) == ("radam", 1e-3, 0, 0.9, 0.95)
+    assert (cfg.optimizer, cfg.learning_rate, cfg.warmup_steps, cfg.beta1, cfg.beta2) == (
+        "radam",
+        1e-3,
+        0,
+        0.9,
+        0.95,
+    )

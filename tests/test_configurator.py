@@ -15,7 +15,9 @@ from typing import Literal
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted(p.name for p in ROOT.glob("*.py") if "configurator.run(main)" in p.read_text(encoding="utf-8"))
+SCRIPTS = sorted(
+    p.name for p in ROOT.glob("*.py") if "configurator.run(main)" in p.read_text(encoding="utf-8")
+)
 
 
 @dataclass
@@ -43,7 +45,9 @@ class Run:
 
 
 def read(*argv, positional="config"):
-    (net, run), words = parse([Net, Run], [str(word) for word in argv], "First.\n\nSecond.", positional)
+    (net, run), words = parse(
+        [Net, Run], [str(word) for word in argv], "First.\n\nSecond.", positional
+    )
     return net, run, words
 
 
@@ -196,7 +200,10 @@ def test_config_file_numbers_that_are_not_finite(capsys, file):
 
 def test_config_file_unknown_key(capsys, file):
     path = file("learning_rat = 1")
-    assert refused(capsys, path) == f"error: {path}: unknown key 'learning_rat'; did you mean 'learning_rate'?\n"
+    assert (
+        refused(capsys, path)
+        == f"error: {path}: unknown key 'learning_rat'; did you mean 'learning_rate'?\n"
+    )
     assert "unknown key 'sqrt'" in refused(capsys, file("from math import sqrt"))
 
 
@@ -272,10 +279,15 @@ def test_help_lists_every_key(capsys):
 def test_help_usage_and_defaults_of_a_config_file(capsys, file):
     assert "[CONFIG.py] [--key=value ...]\n" in help_of(capsys, "-h", "--n_leyer=3")
     assert "[runs ...] [--key=value ...]\n" in help_of(capsys, "out/a", "-h", positional="runs")
-    assert re.search(r"^usage: python \S+ \[--key=value ...\]$", help_of(capsys, "-h", positional=None), re.M)
+    assert re.search(
+        r"^usage: python \S+ \[--key=value ...\]$", help_of(capsys, "-h", positional=None), re.M
+    )
     path = file(f"n_layer = 7\nout_dir = '{'long/' * 9}'")
     text = help_of(capsys, path, "--help")
-    assert "--n_layer=7 " in text and f"--out_dir={'long/' * 9}\n" + " " * 32 + "(str) folder\n" in text
+    assert (
+        "--n_layer=7 " in text
+        and f"--out_dir={'long/' * 9}\n" + " " * 32 + "(str) folder\n" in text
+    )
 
 
 def test_mistakes_of_the_programmer():
@@ -296,7 +308,10 @@ def test_user_errors_turns_only_what_a_user_causes(capsys, tmp_path):
     for error, line in (
         (ValueError("bad\nvalue"), "error: bad value\n"),
         (OSError("disk on fire"), "error: disk on fire\n"),
-        (FileNotFoundError(2, "No such file or directory", "a.pt"), "error: a.pt: no such file or directory\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a.pt"),
+            "error: a.pt: no such file or directory\n",
+        ),
     ):
         with pytest.raises(SystemExit) as stop, user_errors():
             raise error
@@ -334,7 +349,9 @@ def call(code, stdout=subprocess.PIPE, **environment):
     os.close(reader)
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import configurator as c\n{code}"
     stdout, environment = writer if stdout == "closed" else stdout, os.environ | environment
-    done = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, env=environment
+    )
     os.close(writer)
     return done
 
@@ -352,7 +369,9 @@ def call(code, stdout=subprocess.PIPE, **environment):
 )
 def test_a_reader_that_has_gone_ends_a_script_quietly(main, status, unbuffered):
     done = call(f"def main():\n    {main}\nc.run(main)", "closed", PYTHONUNBUFFERED=unbuffered)
-    assert done.stderr in (b"", b"error: no\n") and done.returncode in ((0, 2, 130) if status is None else (status,))
+    assert done.stderr in (b"", b"error: no\n") and done.returncode in (
+        (0, 2, 130) if status is None else (status,)
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -360,7 +379,9 @@ def test_a_reader_that_has_gone_ends_a_script_quietly(main, status, unbuffered):
 def test_ctrl_c_during_the_imports_has_no_traceback(script, tmp_path):
     """A module that every script imports early sends the signal in its place."""
     late = "torch" if "import torch" in (ROOT / script).read_text(encoding="utf-8") else "numpy"
-    (tmp_path / f"{late}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)", encoding="utf-8")
+    (tmp_path / f"{late}.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)", encoding="utf-8"
+    )
     words, env = [sys.executable, str(ROOT / script)], {**os.environ, "PYTHONPATH": str(tmp_path)}
     # these tests may have been started in the background, where Ctrl-C is ignored
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -381,7 +402,10 @@ def test_an_error_of_the_system_is_one_sentence(capsys):
 
     with pytest.raises(SystemExit) as stopped:
         run(main)
-    assert stopped.value.code == 2 and capsys.readouterr().err == "error: out/theirs/last.pt: permission denied\n"
+    assert (
+        stopped.value.code == 2
+        and capsys.readouterr().err == "error: out/theirs/last.pt: permission denied\n"
+    )
 
 
 def test_the_home_folder_in_every_string(monkeypatch, file):

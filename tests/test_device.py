@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 def test_off_cuda():
     assert D.pick_dtype("auto", CPU)[0] == torch.float32
-    assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as told")
+    assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as requested")
     with pytest.raises(ValueError, match="float16 needs a CUDA device"):
         D.pick_dtype("float16", CPU)
     with pytest.raises(ValueError, match="tpu9 cannot be used here"):
@@ -40,17 +40,22 @@ def test_peaks_by_the_name_of_the_device(monkeypatch, name, bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("rank", "world"), [("", "1"), ("one", "2"), ("0", ""), ("-1", "2"), ("0", "0"), ("3", None), ("2", "2")]
+    ("rank", "world"),
+    [("", "1"), ("one", "2"), ("0", ""), ("-1", "2"), ("0", "0"), ("3", None), ("2", "2")],
 )
 def test_an_environment_that_torchrun_did_not_set(monkeypatch, rank, world):
     """Above all rank 3 of one process, which would train without a word and save nothing."""
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", world) if world is not None else monkeypatch.delenv("WORLD_SIZE", False)
+    monkeypatch.setenv("WORLD_SIZE", world) if world is not None else monkeypatch.delenv(
+        "WORLD_SIZE", False
+    )
     with pytest.raises(ValueError, match=f"has RANK={rank}, .* torchrun did not set"):
         D.Processes.join("cpu")
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+)
 def test_bfloat16_only_where_it_is_native(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert D.pick_dtype("auto", torch.device("cuda"))[0] == dtype

@@ -12,27 +12,25 @@ import torch
 from test_train import MODEL, write_data
 
 import train as T
-from checkpoint import load_checkpoint
-from shards import remove_locks
+from data import remove_locks
+from runs import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = [f"--{k}={v}" for k, v in MODEL.items()]
-OPTIONS += ["--tokens_per_step=256", "--eval_windows=7", "--eval_interval=3", "--log_interval=1", "--device=cpu"]
-# from a theta that is not 0, where theta_alpha's gradient is rounding noise; and a rate that knows no end of the run
-OPTIONS += ["--theta_alpha=0.5,-0.3", "--theta_beta=0.7,-0.4", "--learning_rate=1e-3", "--prior_lr=1e-2"]
-OPTIONS += ["--min_lr_fraction=1", "--virtual_length=50"]
-RUNS = [  # what two processes run, one after the other
-    ["--out_dir=two", "--max_steps=5", "--grad_clip=0"],  # a clip would hide a gradient of the wrong size
-    *(
-        [f"--out_dir={out}", f"--max_steps={steps}", f"--shard_optimizer={sharded}", *more]
-        for sharded in ("false", "true")
-        for out, steps, more in (
-            (f"straight_{sharded}", 6, []), (f"parts_{sharded}", 3, []), (f"parts_{sharded}", 6, ["--resume"])
-        )
-    ),
-    ["--out_dir=refused", "--batch_size=16"],
-]  # fmt: skip
-# In each process: train.py's main() for every run. Gradients are kept, and what was printed or how it ended.
+GIVEN = MODEL | {"tokens_per_step": 256, "eval_windows": 7, "eval_interval": 3, "log_interval": 1}
+# A theta that is not 0, where theta_alpha's gradient would be rounding noise. A rate that does not
+# depend on the run's end.
+GIVEN |= {"theta_alpha": "0.5,-0.3", "theta_beta": "0.7,-0.4", "learning_rate": 1e-3}
+GIVEN |= {"prior_lr": 1e-2, "min_lr_fraction": 1, "virtual_length": 50, "device": "cpu"}
+OPTIONS = [f"--{k}={v}" for k, v in GIVEN.items()]
+RUNS = ["--out_dir=two --max_steps=5 --grad_clip=0"]  # a clip would hide a gradient's wrong size
+for sharded in ("false", "true"):
+    RUNS += [
+        f"--out_dir=straight_{sharded} --max_steps=6 --shard_optimizer={sharded}",
+        f"--out_dir=parts_{sharded} --max_steps=3 --shard_optimizer={sharded}",
+        f"--out_dir=parts_{sharded} --max_steps=6 --shard_optimizer={sharded} --resume",
+    ]
+RUNS = [run.split() for run in (*RUNS, "--out_dir=refused --batch_size=16")]
+# In each process: train.py's main() for every run. Keeps its gradients, its output and its status.
 WORKER = """
 import contextlib, io, json, os, sys
 sys.path[:0] = sys.argv[1:3]
@@ -41,7 +39,8 @@ for i, (options, port) in enumerate(zip(json.loads(sys.argv[3]), json.loads(sys.
     os.environ["MASTER_PORT"], printed = port, io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            gradients = D.run_main([*D.OPTIONS, "--data=data", "--batch_size=2", *options], double=i == 0)
+            words = [*D.OPTIONS, "--data=data", "--batch_size=2", *options]
+            gradients = D.run_main(words, double=i == 0)
         torch.save(gradients, f"gradients_{i}_{os.environ['RANK']}.pt")
     except SystemExit as stopped:
         print("exit status", stopped.code, file=printed)
@@ -93,16 +92,11 @@ def folder(tmp_path_factory):
     words.append(json.dumps(free_ports(len(RUNS))))
     running = []
     for rank in ("0", "1"):
-        shared = {
-            "WORLD_SIZE": "2",
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-        running.append(subprocess.Popen(words, env={**os.environ, **shared}, cwd=folder, stderr=subprocess.PIPE))
-    told = [process.communicate()[1].decode() for process in running]
-    assert all(process.returncode == 0 for process in running), told
+        env = os.environ | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        running.append(subprocess.Popen(words, env=env, cwd=folder, stderr=subprocess.PIPE))
+    errors = [process.communicate()[1].decode() for process in running]
+    assert all(process.returncode == 0 for process in running), errors
     return folder
 
 
@@ -123,7 +117,8 @@ def assert_close(a, b):
 
 def test_two_processes_with_four_micro_steps_are_one_with_the_joined_batch(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    options = [*OPTIONS, "--data=data", "--out_dir=one", "--batch_size=16", "--max_steps=5", "--grad_clip=0"]
+    options = [*OPTIONS, "--data=data", "--out_dir=one", "--batch_size=16", "--max_steps=5"]
+    options += ["--grad_clip=0"]
     one = run_main(options, double=True)
     both = [gradients(folder, 0, rank) for rank in (0, 1)]
     assert len(one) == len(both[0]) == 5 and one[0].keys() == both[0][0].keys()
@@ -133,22 +128,28 @@ def test_two_processes_with_four_micro_steps_are_one_with_the_joined_batch(folde
         assert all(torch.equal(a[n], b[n]) for n in a), "every process steps with the same gradient"
     two, one = load_checkpoint("two"), load_checkpoint("one")
     assert_close(two["model"], one["model"])
-    assert two["best"] == pytest.approx(one["best"], rel=1e-11), "seven validation windows over two processes"
+    assert two["best"] == pytest.approx(one["best"], rel=1e-11), (
+        "seven validation windows over two processes"
+    )
 
 
 @pytest.mark.parametrize("sharded", ["false", "true"])
 def test_two_processes_resume_bit_for_bit(folder, sharded):
-    straight, parts = load_checkpoint(folder / f"straight_{sharded}"), load_checkpoint(folder / f"parts_{sharded}")
-    assert "resumed" in printed(folder, 3 if sharded == "false" else 6) and parts["step"] == straight["step"] == 6
+    straight, parts = (
+        load_checkpoint(folder / f"{kind}_{sharded}") for kind in ("straight", "parts")
+    )
+    assert "resumed" in printed(folder, 3 if sharded == "false" else 6)
+    assert parts["step"] == straight["step"] == 6
     assert all(torch.equal(parts["model"][n], straight["model"][n]) for n in straight["model"])
 
 
 @pytest.mark.parametrize("sharded", ["false", "true"])
-def test_one_process_goes_on_with_a_run_of_two(folder, sharded, monkeypatch, capsys):
+def test_one_process_continues_a_run_of_two(folder, sharded, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     out = f"--out_dir=parts_{sharded}"
     run_main([*OPTIONS, "--data=data", out, "--batch_size=4", "--max_steps=7", "--resume"])
-    assert "processes 2 -> 1" in capsys.readouterr().out and load_checkpoint(f"parts_{sharded}")["step"] == 7
+    assert "processes 2 -> 1" in capsys.readouterr().out
+    assert load_checkpoint(f"parts_{sharded}")["step"] == 7
 
 
 def test_a_sharded_optimizer_changes_nothing(folder):

@@ -1,4 +1,4 @@
-"""Perplexity, ARC and MMLU: the harness's own numbers, oracles, one item scored three ways, the command line."""
+"""Perplexity, ARC and MMLU: the harness's own numbers, oracles, the command line."""
 
 import json
 import math
@@ -12,20 +12,29 @@ import pytest
 import torch
 from conftest import ENCODINGS, make_model
 
+import data as shards
 import eval_downstream as E
-import questions as Q
-import records
-import shards
+import runs as records
 import streaming
-from checkpoint import save_checkpoint
+from data import get_tokenizer
 from model import GPT, ModelConfig
-from tokenizer import get_tokenizer
+from runs import save_checkpoint
 
 # Rows written for these tests, in the schemas of allenai/ai2_arc and cais/mmlu.
 ARC = [
-    ("What do plants take in from the air?", ["carbon dioxide", "iron", "sugar", "helium"], "ABCD", "A"),
+    (
+        "What do plants take in from the air?",
+        ["carbon dioxide", "iron", "sugar", "helium"],
+        "ABCD",
+        "A",
+    ),
     ("Which of these is a mammal? ", ["a trout", "a whale", "a wren", "a toad"], "1234", "2"),
-    ("Ice melts at 0 °C. At which of these does it stay solid?", ["–5 °C", "5 °C", "50 °C"], "ABC", "A"),
+    (
+        "Ice melts at 0 °C. At which of these does it stay solid?",
+        ["–5 °C", "5 °C", "50 °C"],
+        "ABC",
+        "A",
+    ),
     (
         "Where does a café au lait get its colour from?",
         ["milk", "naïveté", "crème brûlée", "ice", "salt"],
@@ -33,38 +42,78 @@ ARC = [
         "1",
     ),
     ("  How many moons has Mercury?\n", ["None", "NA", "1", "2"], "ABCD", "A"),
-    ('She said: "It\'s {{hot}}." What did she feel?\nChoose.', ["heat ", " cold", "both", "n/a"], "ABCD", "A"),
-    ("Was ist größer als ein Haus?", ["Ein Ei", "Ein Übel — 東京", "Ein Hügel", "Nichts", "Null"], "ABCDE", "C"),
+    (
+        'She said: "It\'s {{hot}}." What did she feel?\nChoose.',
+        ["heat ", " cold", "both", "n/a"],
+        "ABCD",
+        "A",
+    ),
+    (
+        "Was ist größer als ein Haus?",
+        ["Ein Ei", "Ein Übel — 東京", "Ein Hügel", "Nichts", "Null"],
+        "ABCDE",
+        "C",
+    ),
     ("2 + 2 =", ["4", "22", "four"], "123", "1"),
 ]
 MMLU = [
-    ("high_school_chemistry", " Which gas is heavier than air?  ", ["Helium", "Hydrogen", "Argon", "None"], 2),
-    ("high_school_chemistry", "Naming CH4:\nwhich is right?", ["methane", "éthane", "NA", "methane "], 0),
-    ("high_school_world_history", "Who ruled first?\t", ["Augustus", "Nero", "  Tiberius", "null"], 0),
+    (
+        "high_school_chemistry",
+        " Which gas is heavier than air?  ",
+        ["Helium", "Hydrogen", "Argon", "None"],
+        2,
+    ),
+    (
+        "high_school_chemistry",
+        "Naming CH4:\nwhich is right?",
+        ["methane", "éthane", "NA", "methane "],
+        0,
+    ),
+    (
+        "high_school_world_history",
+        "Who ruled first?\t",
+        ["Augustus", "Nero", "  Tiberius", "null"],
+        0,
+    ),
     ("high_school_world_history", "In which year?", ["1066", "1492", "1789", "1914"], 1),
 ]
 EXAMPLES = [
     ("high_school_chemistry", "Which is a metal? ", ["Sulfur", "Zinc", "Neon", "None of them"], 1),
-    ("high_school_world_history", "Where is the façade of Petra?", ["Jordan", "Perú", "Oman", "NA"], 0),
+    (
+        "high_school_world_history",
+        "Where is the façade of Petra?",
+        ["Jordan", "Perú", "Oman", "NA"],
+        0,
+    ),
 ]
 
 
-def load(task, cfg):
-    return Q.load_questions(task, cfg.num_fewshot, cfg.limit, cfg.data_dir)
+def load(task, data_dir="", num_fewshot=None, limit=0):
+    """Subject -> its questions."""
+    num_fewshot = E.TASKS[task].shots if num_fewshot is None else num_fewshot
+    return E.load_questions(task, num_fewshot, limit, str(data_dir))
 
 
-def measure(run, cfg, questions, progress):
-    return Q.measure_choices(run, questions, cfg.bos, cfg.batch_tokens, progress)
+def silent(done):
+    """No progress bar."""
 
 
 def write_rows(folder):
     """The rows as files of the hub's schemas."""
     arc = [
-        {"id": str(i), "question": q, "choices": {"text": texts, "label": list(labels)}, "answerKey": key}
+        {
+            "id": str(i),
+            "question": q,
+            "choices": {"text": texts, "label": list(labels)},
+            "answerKey": key,
+        }
         for i, (q, texts, labels, key) in enumerate(ARC)
     ]
     mmlu, dev = (
-        [{"question": q, "subject": s, "choices": choices, "answer": gold} for s, q, choices, gold in rows]
+        [
+            {"question": q, "subject": s, "choices": choices, "answer": gold}
+            for s, q, choices, gold in rows
+        ]
         for rows in (MMLU, EXAMPLES)
     )
     for name, rows in (("ARC-Easy_test", arc), ("test", mmlu), ("dev", dev)):
@@ -74,7 +123,7 @@ def write_rows(folder):
 
 
 def frozen_model(tokenizer):
-    """A model whose weights are the same everywhere: NumPy promises never to change this generator's numbers."""
+    """The same weights everywhere: NumPy promises never to change this generator's numbers."""
     vocab, width = {"bytes": (257, 32), "gpt2": (50257, 16)}[tokenizer]
     model = GPT(ModelConfig(vocab_size=vocab, n_layer=2, n_head=4, n_embd=width, block_size=64))
     random = np.random.RandomState(7)
@@ -85,8 +134,9 @@ def frozen_model(tokenizer):
     return model.eval()
 
 
-# What lm-evaluation-harness 0.4.13 says of these rows and the models of frozen_model(): right answers by acc and by
-# acc_norm, and the log-likelihood of every choice. <|endoftext|> first and no example; mmlu: none first, one example.
+# What lm-evaluation-harness 0.4.13 says of these rows and the models of frozen_model(): right
+# answers by acc and by acc_norm, and the log-likelihood of every choice. Prompts begin with
+# <|endoftext|> and have no example; those of mmlu begin without it and have one example.
 HARNESS = {
     ("bytes", "arc_easy"): (
         1,
@@ -162,7 +212,10 @@ HARNESS = {
 @pytest.fixture(autouse=True)
 def gpt2_files(monkeypatch):
     if "NANOBAM_TEST_DATA" in os.environ:
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")))
+        monkeypatch.setenv(
+            "TIKTOKEN_CACHE_DIR",
+            str(Path(os.environ["NANOBAM_TEST_DATA"], "gpt2_bpe/tiktoken_cache")),
+        )
 
 
 def get_enc(name):
@@ -179,53 +232,61 @@ def make_run(model, tokenizer="bytes"):
 def test_the_harness_says_the_same(tokenizer, task, tmp_path):
     run = make_run(frozen_model(tokenizer), tokenizer)
     letters = task == "mmlu"
-    cfg = E.DownstreamConfig(data_dir=str(write_rows(tmp_path)), bos=not letters, num_fewshot=int(letters))
-    subjects = load(task, cfg)
+    cfg = E.DownstreamConfig(bos=not letters)
     found, groups = [], []
-    for questions in subjects.values():
-        found += Q.score_prompts(run.model, [Q.encode_question(run.enc, q, cfg.bos) for q in questions], 400)
-        groups.append(measure(run, cfg, questions, lambda done: None))
+    for questions in load(task, write_rows(tmp_path), int(letters)).values():
+        prompts = [E.encode_question(run.enc, q, cfg.bos) for q in questions]
+        found += E.score_prompts(run, prompts, 400, silent)
+        groups.append(E.measure_choices(run, cfg, questions, silent))
     acc, acc_norm, expected = HARNESS[tokenizer, task]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-4)
-    result = Q.pooled(groups)
+    result = E.pool_subjects(groups)
     assert (result["n"], result["right"], result["right_norm"]) == (len(expected), acc, acc_norm)
     assert result["chance"] == pytest.approx(np.mean([1 / len(row) for row in expected]))
 
 
 def test_pooled_standard_error_is_the_harness_s():
-    groups = [{"n": n, "right": right, "right_norm": 0, **ZEROS} for right, n in ((3, 10), (40, 100), (12, 25))]
-    result = Q.pooled(groups)
+    groups = [
+        {"n": n, "right": right, "right_norm": 0, **ZEROS}
+        for right, n in ((3, 10), (40, 100), (12, 25))
+    ]
+    result = E.pool_subjects(groups)
     assert result["acc"] == pytest.approx(55 / 135) and result["n"] == 135
-    assert result["acc_stderr"] == pytest.approx(0.042600643361512924, rel=1e-12)  # its pooled_sample_stderr
-    alone = Q.pooled(groups[:1])
+    assert result["acc_stderr"] == pytest.approx(
+        0.042600643361512924, rel=1e-12
+    )  # its pooled_sample_stderr
+    alone = E.pool_subjects(groups[:1])
     assert alone["acc_stderr"] == pytest.approx(math.sqrt(0.3 * 0.7 / 9))
-    assert Q.pooled([{**groups[0], "n": 1, "right": 1}])["acc_stderr"] is None
+    assert E.pool_subjects([{**groups[0], "n": 1, "right": 1}])["acc_stderr"] is None
 
 
 ZEROS = {"guessed": 0.0, "longer": 0, "chosen": [0], "gold": [0]}
 
 
 def test_prompts_to_the_letter(tmp_path):
-    cfg = E.DownstreamConfig(data_dir=str(write_rows(tmp_path)), num_fewshot=1)
-    first = load("mmlu", cfg)["high_school_chemistry"][0]
+    first = load("mmlu", write_rows(tmp_path), 1)["high_school_chemistry"][0]
     assert first.context == (
-        "The following are multiple choice questions (with answers) about high school chemistry.\n\n"
+        "The following are multiple choice questions (with answers) about high school chemistry."
+        "\n\n"
         "Which is a metal?\nA. Sulfur\nB. Zinc\nC. Neon\nD. None of them\nAnswer: B\n\n"
         "Which gas is heavier than air?\nA. Helium\nB. Hydrogen\nC. Argon\nD. None\nAnswer:"
     )
     assert first.continuations == ["A", "B", "C", "D"] and first.gold == 2
-    cfg = E.DownstreamConfig(data_dir=str(tmp_path))
-    last = load("mmlu_continuation", cfg)["high_school_world_history"][-1]
+    last = load("mmlu_continuation", tmp_path)["high_school_world_history"][-1]
     begin = "The following are questions (with answers) about high school world history.\n\n"
-    assert last == Q.Question(begin + "Question: In which year?\nAnswer:", ["1066", "1492", "1789", "1914"], 1)
-    arc = load("arc_easy", cfg)[""]
+    assert last == E.Question(
+        begin + "Question: In which year?\nAnswer:", ["1066", "1492", "1789", "1914"], 1
+    )
+    arc = load("arc_easy", tmp_path)[""]
     assert [q.gold for q in arc] == [0, 1, 0, 0, 0, 0, 2, 0]
-    assert arc[4] == Q.Question("Question:   How many moons has Mercury?\n\nAnswer:", ["None", "NA", "1", "2"], 0)
+    assert arc[4] == E.Question(
+        "Question:   How many moons has Mercury?\n\nAnswer:", ["None", "NA", "1", "2"], 0
+    )
 
 
 def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
-    """ARC: one generator, seeded with 1234, takes others of the train split for each question in turn."""
+    """ARC: one generator with seed 1234 draws from the train split for each question in turn."""
     rows = [
         {
             "question": f"Number {i}?",
@@ -237,8 +298,7 @@ def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
     lines = [json.dumps(row) + "\n" for row in rows]
     (write_rows(tmp_path) / "ARC-Easy_train.jsonl").write_text("".join(lines), encoding="utf-8")
     found, alone, limited = (
-        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path), num_fewshot=shots, limit=limit))[""]
-        for shots, limit in ((3, 0), (0, 0), (3, 4))
+        load("arc_easy", tmp_path, shots, limit)[""] for shots, limit in ((3, 0), (0, 0), (3, 4))
     )
     rng = random.Random(1234)
     drawn = [rng.sample(range(30), 3) for _ in ARC]
@@ -252,14 +312,17 @@ def test_examples_are_drawn_as_the_harness_draws_them(tmp_path):
 def test_space_at_the_end_of_the_context_belongs_to_the_continuation(tokenizer):
     enc = get_enc(tokenizer)
     for bos in (True, False):
-        prompt = Q.encode_question(enc, Q.Question("One two: \n", ["three", "three "], 0), bos)
-        assert [enc.decode(row[prompt.first :]) for row in prompt.rows] == [" \n three", " \n three "]
+        prompt = E.encode_question(enc, E.Question("One two: \n", ["three", "three "], 0), bos)
+        assert [enc.decode(row[prompt.first :]) for row in prompt.rows] == [
+            " \n three",
+            " \n three ",
+        ]
         assert enc.decode(prompt.rows[0][: prompt.first]) == "<|endoftext|>" * bos + "One two:"
 
 
 def test_letters_are_four_tokens_of_gpt2():
     enc = get_enc("gpt2")
-    prompt = Q.encode_question(enc, Q.Question("Answer:", list("ABCD"), 0), False)
+    prompt = E.encode_question(enc, E.Question("Answer:", list("ABCD"), 0), False)
     assert [row[prompt.first :] for row in prompt.rows] == [[317], [347], [327], [360]]
 
 
@@ -282,8 +345,8 @@ def some_prompts():
     prompts = []
     for i in range(10):
         choices = [text[c * 40 :][: int(rng.integers(1, 30))] for c in range(2 + i % 4)]
-        question = Q.Question("A shared beginning. " + text[i * 9 :][: 5 + 9 * i], choices, 0)
-        prompts.append(Q.encode_question(enc, question, i < 9))
+        question = E.Question("A shared beginning. " + text[i * 9 :][: 5 + 9 * i], choices, 0)
+        prompts.append(E.encode_question(enc, question, i < 9))
     return prompts
 
 
@@ -295,32 +358,40 @@ def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypa
     expected = [direct(model, prompt) for prompt in prompts]
     monkeypatch.setattr(streaming, "LOSS_CHUNK", 257 * 40)  # several pieces of logits a batch
     for batch_tokens in (1, 10**6):
-        for ours, theirs in zip(Q.score_prompts(model, prompts, batch_tokens), expected, strict=True):
+        scores = E.score_prompts(make_run(model), prompts, batch_tokens, silent)
+        for ours, theirs in zip(scores, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
 
 
 def test_texts_that_share_nothing():
     model = make_model("ggd", True)
-    prompts = [some_prompts()[-1], Q.Prompt([[5, 6], [5, 7]], 1), Q.Prompt([[9, 6, 1], [9, 7]], 1)]
-    for ours, prompt in zip(Q.score_prompts(model, prompts, 10**6), prompts, strict=True):
+    prompts = [some_prompts()[-1], E.Prompt([[5, 6], [5, 7]], 1), E.Prompt([[9, 6, 1], [9, 7]], 1)]
+    scores = E.score_prompts(make_run(model), prompts, 10**6, silent)
+    for ours, prompt in zip(scores, prompts, strict=True):
         np.testing.assert_allclose(ours, direct(model, prompt), atol=1e-4)
-    assert Q.shared_beginning(prompts) == 0
+    assert E.shared_beginning(prompts) == 0
 
 
 def test_one_item_scored_three_ways():
     model = make_model("ggd", True)
-    question = Q.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
-    prompt = Q.encode_question(get_tokenizer("bytes"), question, True)
-    ours = Q.score_prompts(model, [prompt], 10**6)[0]
+    question = E.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
+    prompt = E.encode_question(get_tokenizer("bytes"), question, True)
+    ours = E.score_prompts(make_run(model), [prompt], 10**6, silent)[0]
     for log_p, row in zip(ours, prompt.rows, strict=True):
         idx, targets = torch.tensor([row[:-1]]), torch.tensor([row[1:]])
         targets[:, : prompt.first - 1] = -100
         loss = model(idx, targets).item() * (len(row) - prompt.first)
-        cache, one_by_one = Q.KVCache(model, 1, len(row)), 0.0
+        cache, one_by_one = E.KVCache(model, 1, len(row)), 0.0
         for i, (token, following) in enumerate(zip(row, row[1:], strict=False), 1):
-            logits = Q.prefill(model, torch.tensor([[token]]), cache, wanted=1)
-            one_by_one += logits[0, 0].log_softmax(-1)[following].item() if i >= prompt.first else 0.0
-        assert log_p == pytest.approx(-loss, abs=1e-5 * len(row)) == pytest.approx(one_by_one, abs=1e-5 * len(row))
+            logits = E.prefill(model, torch.tensor([[token]]), cache, wanted=1)
+            one_by_one += (
+                logits[0, 0].log_softmax(-1)[following].item() if i >= prompt.first else 0.0
+            )
+        assert (
+            log_p
+            == pytest.approx(-loss, abs=1e-5 * len(row))
+            == pytest.approx(one_by_one, abs=1e-5 * len(row))
+        )
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
@@ -329,34 +400,39 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
         model.head.weight.zero_()
     run, idx = make_run(model), torch.randint(0, 256, (3, 129))
     cfg = E.DownstreamConfig(length=128, average=32, stride=16)
-    assert np.exp(E.by_position(run, cfg, idx, lambda done: None)["nll"]) == pytest.approx([257] * 4, rel=1e-5)
-    result = E.by_context(run, cfg, idx, 64, lambda done: None)
+    assert np.exp(E.by_position(run, cfg, idx, silent)["nll"]) == pytest.approx([257] * 4, rel=1e-5)
+    result = E.by_context(run, cfg, idx, 64, silent)
     assert result["perplexity"] == pytest.approx(257, rel=1e-5) and result["n"] == 48
     assert result["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-5)
     prompt = some_prompts()[3]
     expected = [-(len(row) - prompt.first) * math.log(257) for row in prompt.rows]
-    np.testing.assert_allclose(Q.score_prompts(model, [prompt], 100)[0], expected, rtol=1e-5)
+    (ours,) = E.score_prompts(make_run(model), [prompt], 100, silent)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 def test_oracle_and_a_model_that_likes_the_first_choice(tmp_path, monkeypatch):
-    cfg, run = E.DownstreamConfig(data_dir=str(write_rows(tmp_path))), make_run(make_model("nope", False))
-    questions = load("arc_easy", cfg)[""]
+    cfg, run = E.DownstreamConfig(), make_run(make_model("nope", False))
+    questions = load("arc_easy", write_rows(tmp_path))[""]
 
     def answers(prefers):
-        rows = [[-100.0 * (i != prefers(q)) - 1 for i in range(len(q.continuations))] for q in questions]
-        monkeypatch.setattr(Q, "score_prompts", lambda *rest: [np.array(row) for row in rows])
-        return measure(run, cfg, questions, lambda done: None)
+        rows = [
+            [-100.0 * (i != prefers(q)) - 1 for i in range(len(q.continuations))] for q in questions
+        ]
+        monkeypatch.setattr(E, "score_prompts", lambda *rest: [np.array(row) for row in rows])
+        return E.measure_choices(run, cfg, questions, silent)
 
     oracle, first = answers(lambda q: q.gold), answers(lambda q: 0)
     assert oracle["acc"] == oracle["acc_norm"] == 1 and oracle["acc_interval_95"][1] == 1
     assert first["acc"] == first["acc_norm"] == sum(q.gold == 0 for q in questions) / 8
-    assert first["chosen"][:2] == [8, 0] and oracle["chosen"] == oracle["gold"] == [6, 1, 1] + [0] * 7
+    assert (
+        first["chosen"][:2] == [8, 0] and oracle["chosen"] == oracle["gold"] == [6, 1, 1] + [0] * 7
+    )
 
 
 def test_ties_go_to_the_first_and_acc_norm_divides_by_characters():
-    question = Q.Question("", ["aa", "öö", "aaaaaa", ""], 0)
-    assert Q.choose(question, np.array([-4.0, -4.0, -9.0, -5.0])) == (0, 2)
-    assert Q.choose(question, np.array([-4.0, -4.0, -12.0, -3.0])) == (3, 0)
+    question = E.Question("", ["aa", "öö", "aaaaaa", ""], 0)
+    assert E.choose(question, np.array([-4.0, -4.0, -9.0, -5.0])) == (0, 2)
+    assert E.choose(question, np.array([-4.0, -4.0, -12.0, -3.0])) == (3, 0)
 
 
 # ---- perplexity
@@ -365,8 +441,10 @@ def test_ties_go_to_the_first_and_acc_norm_divides_by_characters():
 def test_by_position_is_the_cross_entropy_of_one_long_forward():
     model, idx = make_model("ggd", True), torch.randint(0, 256, (2, 97))
     cfg = E.DownstreamConfig(length=96, average=24)
-    nll = -model(idx[:, :-1]).double().log_softmax(-1).gather(-1, idx[:, 1:, None]).squeeze(-1)  # (2, 96)
-    result = E.by_position(make_run(model), cfg, idx, lambda done: None)
+    nll = (
+        -model(idx[:, :-1]).double().log_softmax(-1).gather(-1, idx[:, 1:, None]).squeeze(-1)
+    )  # (2, 96)
+    result = E.by_position(make_run(model), cfg, idx, silent)
     assert result["nll"] == pytest.approx(nll.view(2, 4, 24).mean((0, 2)).tolist(), abs=1e-4)
     assert result["nll_stderr"][1] == pytest.approx(nll[:, 24:48].std().item() / 48**0.5, abs=1e-4)
     assert result["n"] == 192
@@ -380,35 +458,52 @@ def test_by_context_scores_the_same_targets(window):
         cut = idx[:, -context - 1 :]
         logits = model(cut[:, :-1]).double()
         nll = -logits.log_softmax(-1).gather(-1, cut[:, 1:, None]).squeeze(-1)[:, -8:]
-        result = E.by_context(make_run(model), cfg, idx, context, lambda done: None)
+        result = E.by_context(make_run(model), cfg, idx, context, silent)
         assert result["nll"] == pytest.approx(nll.mean().item(), abs=1e-4) and result["n"] == 24
         assert result["perplexity"] == pytest.approx(math.exp(nll.mean().item()), rel=1e-4)
         half = 1.96 * nll.std().item() / 24**0.5
-        assert result["interval_95"] == pytest.approx([result["nll"] - half, result["nll"] + half], abs=1e-4)
+        assert result["interval_95"] == pytest.approx(
+            [result["nll"] - half, result["nll"] + half], abs=1e-4
+        )
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets():
     run = make_run(frozen_model("gpt2"), "gpt2")
-    idx = torch.tensor([Q.encode_document(run.enc, "Twelve words, naïve and 東京, that take more bytes than tokens.")])
-    result = E.by_context(run, E.DownstreamConfig(stride=9), idx, 12, lambda done: None)
+    idx = torch.tensor(
+        [
+            E.encode_document(
+                run.enc, "Twelve words, naïve and 東京, that take more bytes than tokens."
+            )
+        ]
+    )
+    result = E.by_context(run, E.DownstreamConfig(stride=9), idx, 12, silent)
     size = len(run.enc.decode_bytes(idx[0, -9:].tolist()))
-    assert size > 20 and result["bits_per_byte"] == pytest.approx(result["nll"] * 9 / math.log(2) / size)
+    assert size > 20 and result["bits_per_byte"] == pytest.approx(
+        result["nll"] * 9 / math.log(2) / size
+    )
 
 
 def test_windows_slide_inside_documents():
     documents = [np.arange(100, 110), np.arange(200, 203), np.arange(300, 325)]
-    idx = E.windows(documents, 4, 3, 99)
-    assert idx[:, 0].tolist() == [100, 103, 300, 303, 306, 309, 312, 315, 318] and idx.shape == (9, 5)
+    idx = E.cut_windows(documents, 4, 3, 99)
+    assert idx[:, 0].tolist() == [100, 103, 300, 303, 306, 309, 312, 315, 318] and idx.shape == (
+        9,
+        5,
+    )
     targets = idx[2:, -3:].flatten().tolist()
     assert targets == list(range(302, 323))  # without a gap, none twice
-    assert E.windows(documents, 4, 3, 3)[:, 0].tolist() == [100, 306, 318]
+    assert E.cut_windows(documents, 4, 3, 3)[:, 0].tolist() == [100, 306, 318]
 
 
 def test_default_lengths_are_those_that_the_documents_have():
-    for size, length, contexts in ((2000, 1024, (64, 128, 256, 512, 1024)), (300, 256, (64, 128, 256))):
-        cfg = E.with_lengths(E.DownstreamConfig(), [np.zeros(size), np.zeros(20)], 64)
-        assert (cfg.length, cfg.contexts, cfg.stride) == (length, contexts, 32)
-        assert E.with_lengths(cfg, [np.zeros(size)], 64) == cfg
+    for size, length, contexts in (
+        (2000, 1024, (64, 128, 256, 512, 1024)),
+        (300, 256, (64, 128, 256)),
+    ):
+        cfg = E.DownstreamConfig()
+        for trained in (64, 32):  # the first run's hold for all
+            E.fill_lengths(cfg, [np.zeros(size), np.zeros(20)], trained)
+            assert (cfg.length, cfg.contexts, cfg.stride) == (length, contexts, 32)
 
 
 # ---- data
@@ -417,44 +512,51 @@ def test_default_lengths_are_those_that_the_documents_have():
 @pytest.mark.skipif("NANOBAM_TEST_DATA" not in os.environ, reason="NANOBAM_TEST_DATA is not set")
 def test_the_real_files():
     folder = os.environ["NANOBAM_TEST_DATA"]
-    cfg = E.DownstreamConfig(data_dir=folder)
     for task in ("arc_easy", "arc_challenge"):
-        questions = load(task, cfg)[""]
+        questions = load(task, folder)[""]
         assert len(questions) == 300 and sorted({len(q.continuations) for q in questions}) == [3, 4]
         assert all(q.context.startswith("Question: ") for q in questions)
-    subjects = load("mmlu", cfg)
-    assert {s: len(q) for s, q in subjects.items()} == dict.fromkeys(subjects, 100) and len(subjects) == 6
-    assert all(q.context.count("Answer:") == 6 for questions in subjects.values() for q in questions)
-    limited = load("mmlu_continuation", E.DownstreamConfig(data_dir=folder, limit=7))
+    subjects = load("mmlu", folder)
+    assert {s: len(q) for s, q in subjects.items()} == dict.fromkeys(subjects, 100) and len(
+        subjects
+    ) == 6
+    assert all(
+        q.context.count("Answer:") == 6 for questions in subjects.values() for q in questions
+    )
+    limited = load("mmlu_continuation", folder, limit=7)
     assert [len(q) for q in limited.values()] == [7] * 6
 
 
 def test_parquet_and_the_hub_s_names_read_as_jsonl_does(tmp_path):
-    import datasets
-
     write_rows(tmp_path)
-    for name, file in (("ARC-Easy_test", "ARC-Easy/test-00000-of-00001"), ("test", "all/test-00000-of-00001")):
-        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    for name, file in (
+        ("ARC-Easy_test", "ARC-Easy/test-00000-of-00001"),
+        ("test", "all/test-00000-of-00001"),
+    ):
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         there = tmp_path / "hub" / f"{file}.parquet"
         there.parent.mkdir(parents=True)
         datasets.Dataset.from_list(rows).to_parquet(there)
-    local, hub = (E.DownstreamConfig(data_dir=str(folder), num_fewshot=0) for folder in (tmp_path, tmp_path / "hub"))
     with pytest.raises(ValueError, match="are both the test split of ARC-Easy"):
-        load("arc_easy", local)
-    (tmp_path / "hub").rename(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").rename(tmp_path.parent / "hub_layout")
-    hub.data_dir = str(tmp_path.parent / "hub_layout")
+        load("arc_easy", tmp_path)
+    hub = (tmp_path / "hub").rename(tmp_path.parent / "hub_layout")
     for task in ("arc_easy", "mmlu", "mmlu_continuation"):
-        assert load(task, local) == load(task, hub)
+        assert load(task, tmp_path, 0) == load(task, hub, 0)
 
 
 def test_the_hub_is_asked_by_name(monkeypatch):
-    import datasets
-
     asked = []
-    rows = [{"question": q, "choices": {"text": t, "label": list(k)}, "answerKey": a} for q, t, k, a in ARC]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows)
-    assert len(load("arc_challenge", E.DownstreamConfig())[""]) == 8
+    rows = [
+        {"question": q, "choices": {"text": t, "label": list(k)}, "answerKey": a}
+        for q, t, k, a in ARC
+    ]
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows
+    )
+    assert len(load("arc_challenge")[""]) == 8
     assert asked == [(("allenai/ai2_arc", "ARC-Challenge"), {"split": "test"})]
 
 
@@ -465,7 +567,9 @@ def test_the_hub_is_asked_by_name(monkeypatch):
 def run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    save_checkpoint(folder / "last.pt", make_model("ggd", True).checkpoint() | {"tokenizer": "bytes", "step": 1})
+    save_checkpoint(
+        folder / "last.pt", make_model("ggd", True).checkpoint() | {"tokenizer": "bytes", "step": 1}
+    )
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data")
     text = " ".join(str(i * i) for i in range(700))
@@ -490,39 +594,61 @@ def test_command_line_writes_tables_records_and_a_picture(run, tmp_path, monkeyp
     other = tmp_path / "b" / "run"
     other.mkdir(parents=True)
     (other / "last.pt").write_bytes((run / "last.pt").read_bytes())
-    arguments = (run, other, f"--source={tmp_path / 'text.txt'}", f"--data_dir={tmp_path / 'data'}", *SHORT)
+    arguments = (
+        run,
+        other,
+        f"--source={tmp_path / 'text.txt'}",
+        f"--data_dir={tmp_path / 'data'}",
+        *SHORT,
+    )
     call(monkeypatch, *arguments, "--tasks=perplexity,arc_easy,mmlu", "--num_fewshot=0")
     printed = capsys.readouterr().out
     first = {line.split()[0] for line in printed.splitlines() if line}
     assert first >= {f"{tmp_path.name}/run", "b/run"}
-    assert "mmlu mean by size  4" in printed and "arc_easy  8" in printed and "± one standard error" in printed
+    assert (
+        "mmlu mean by size  4" in printed
+        and "arc_easy  8" in printed
+        and "± one standard error" in printed
+    )
     for folder in (run, other):
         curve, *points = read(folder, "perplexity")
-        assert len(curve["nll"]) == 4 and curve["n"] == 512 and [p["config"]["context"] for p in points] == [64, 128]
-        assert all(p["n"] == 128 for p in points) and len({p["config"]["data"] for p in points}) == 1
+        assert (
+            len(curve["nll"]) == 4
+            and curve["n"] == 512
+            and [p["config"]["context"] for p in points] == [64, 128]
+        )
+        assert (
+            all(p["n"] == 128 for p in points) and len({p["config"]["data"] for p in points}) == 1
+        )
         assert f"{points[0]['perplexity']:.3f}" in printed
         mmlu = read(folder, "mmlu")
         subjects = ["high_school_chemistry", "high_school_world_history", "mean by size"]
         assert [r["config"]["subject"] for r in mmlu] == subjects
         assert mmlu[2]["n"] == 4 and mmlu[2]["longer"] == 4 and sum(mmlu[2]["chosen"]) == 4
         (arc,) = read(folder, "arc_easy")
-        assert arc["training_length"] == 64 and arc["chance"] == pytest.approx((4 / 4 + 2 / 3 + 2 / 5) / 8)
+        assert arc["training_length"] == 64 and arc["chance"] == pytest.approx(
+            (4 / 4 + 2 / 3 + 2 / 5) / 8
+        )
     assert (run / "eval/perplexity.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_interrupted_and_resumed(run, tmp_path, monkeypatch, capsys):
     whole = E.by_context
 
-    def interrupted(run, cfg, idx, context, progress):
+    def interrupted(run, cfg, idx, context, *rest):
         if context == 128:
             raise KeyboardInterrupt
-        return whole(run, cfg, idx, context, progress)
+        return whole(run, cfg, idx, context, *rest)
 
     monkeypatch.setattr(E, "by_context", interrupted)
     arguments = (run, f"--source={tmp_path / 'text.txt'}", *SHORT, "--resume")
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *arguments)
-    assert stopped.value.code == 130 and "stopped" in capsys.readouterr().out and len(read(run, "perplexity")) == 2
+    assert (
+        stopped.value.code == 130
+        and "stopped" in capsys.readouterr().out
+        and len(read(run, "perplexity")) == 2
+    )
     monkeypatch.setattr(E, "by_context", whole)
     call(monkeypatch, *arguments)
     assert len(read(run, "perplexity")) == 3
@@ -535,7 +661,7 @@ def test_interrupted_and_resumed(run, tmp_path, monkeypatch, capsys):
 
 def test_shards_and_wikitext_as_sources(run, tmp_path):
     enc = get_tokenizer("bytes")
-    documents = [Q.encode_document(enc, "word " * n) for n in (100, 3, 60)]
+    documents = [E.encode_document(enc, "word " * n) for n in (100, 3, 60)]
     folder = tmp_path / "shards"
     folder.mkdir()
     shards.write_shard(folder / "x_val_000000.bin", np.array(sum(documents, []), dtype=np.uint16))
@@ -550,8 +676,10 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
     rows = [{"text": ""}, {"text": " = Title = \n"}, {"text": ""}, {"text": " A line . \n"}]
     file = tmp_path / "data/wikitext-2-raw-v1_test.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    (found,) = E.read_documents(loaded, E.DownstreamConfig(source="wikitext", data_dir=str(tmp_path / "data")))
-    assert found.tolist() == Q.encode_document(enc, " = Title = \n A line . \n")
+    (found,) = E.read_documents(
+        loaded, E.DownstreamConfig(source="wikitext", data_dir=str(tmp_path / "data"))
+    )
+    assert found.tolist() == E.encode_document(enc, " = Title = \n A line . \n")
 
 
 @pytest.mark.parametrize(
@@ -579,9 +707,17 @@ def test_shards_and_wikitext_as_sources(run, tmp_path):
 )
 def test_errors_are_one_sentence(run, tmp_path, monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        call(monkeypatch, *(str(run) if a == "RUN" else a.replace("TMP", str(tmp_path)) for a in arguments))
+        call(
+            monkeypatch,
+            *(str(run) if a == "RUN" else a.replace("TMP", str(tmp_path)) for a in arguments),
+        )
     printed = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert (
+        stopped.value.code == 2
+        and message in printed
+        and printed.startswith("error: ")
+        and "\n" not in printed
+    )
     assert not (run / "eval").exists()
 
 
@@ -596,11 +732,17 @@ def test_errors_are_one_sentence(run, tmp_path, monkeypatch, capsys, arguments, 
     ],
 )
 def test_a_row_of_another_schema_is_named(tmp_path, change):
-    good = {"question": "What?", "choices": {"text": ["one", "two"], "label": ["A", "B"]}, "answerKey": "A"}
+    good = {
+        "question": "What?",
+        "choices": {"text": ["one", "two"], "label": ["A", "B"]},
+        "answerKey": "A",
+    }
     lines = [json.dumps(row) + "\n" for row in (good, good | change)]
     (tmp_path / "ARC-Easy_test.jsonl").write_text("".join(lines), encoding="utf-8")
-    with pytest.raises(ValueError, match="row 2 of ARC-Easy test is not of the schema of allenai/ai2_arc"):
-        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
+    with pytest.raises(
+        ValueError, match="row 2 of ARC-Easy test is not of the schema of allenai/ai2_arc"
+    ):
+        load("arc_easy", tmp_path)
 
 
 def test_damaged_file_is_named(tmp_path):
@@ -608,7 +750,7 @@ def test_damaged_file_is_named(tmp_path):
         (tmp_path / name).write_bytes(content)
     for task, name in (("arc_easy", "ARC-Easy_test.parquet"), ("mmlu_continuation", "test.jsonl")):
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
-            load(task, E.DownstreamConfig(data_dir=str(tmp_path)))
+            load(task, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["blank.jsonl", "empty.jsonl", "empty.parquet"])
@@ -618,11 +760,11 @@ def test_a_file_without_rows_is_named(tmp_path, name):
     if name == "empty.parquet":
         datasets.Dataset.from_dict({"question": [], "answerKey": []}).to_parquet(file)
     with pytest.raises(ValueError, match=f"{file.name} has no rows"):
-        load("arc_easy", E.DownstreamConfig(data_dir=str(tmp_path)))
+        load("arc_easy", tmp_path)
 
 
 def test_without_a_run_the_model_that_comes_along(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(E.records, "PRETRAINED", run)
+    monkeypatch.setattr(records, "PRETRAINED", run)
     (tmp_path / "text.txt").write_text("some words " * 60, encoding="utf-8")
     call(monkeypatch, f"--source={tmp_path / 'text.txt'}", "--contexts=32")
     assert "perplexity" in capsys.readouterr().out and (run / "eval" / "perplexity.jsonl").exists()

@@ -11,9 +11,14 @@ from conftest import ENCODINGS, make_model
 
 import model as M
 
-ATOL = 2e-4  # of logits of size 1: float32 makes up to 1e-5; a wrong n, distance or mask at least 1e-2
-needed = torch.backends.cpu.get_cpu_capability().startswith("AVX") and (shutil.which("g++") or shutil.which("clang++"))
-compiler = pytest.mark.skipif(not needed, reason="FlexAttention on a CPU needs AVX2 and a C++ compiler")
+# of logits of size 1: float32 makes up to 1e-5; a wrong n, distance or mask at least 1e-2
+ATOL = 2e-4
+needed = torch.backends.cpu.get_cpu_capability().startswith("AVX") and (
+    shutil.which("g++") or shutil.which("clang++")
+)
+compiler = pytest.mark.skipif(
+    not needed, reason="FlexAttention on a CPU needs AVX2 and a C++ compiler"
+)
 
 
 def tokens(T, B=2):
@@ -21,7 +26,7 @@ def tokens(T, B=2):
 
 
 def documents(T, B=2):
-    """Three documents a row, cut elsewhere in every row; the last one is longer than a block of the mask."""
+    """Three documents a row, cut elsewhere in each; the last is longer than a block of the mask."""
     cuts = torch.tensor([[T // 9 + 3 * b, T // 3 - 5 * b] for b in range(B)])
     return (torch.arange(T)[None, :, None] >= cuts[:, None]).sum(-1)
 
@@ -54,7 +59,9 @@ def test_fused_forward_equals_reference_on_a_cpu(pe, ssmax, packed):
 @pytest.mark.parametrize("s", [None, 0.3, -0.3])
 def test_fused_forward_with_extreme_priors(s):
     model, idx = (
-        make_model("ggd", s is not None, n_embd=64, theta_alpha=(0.5,), theta_beta=(-2.0, -5.0, -1.0, 3.0)),
+        make_model(
+            "ggd", s is not None, n_embd=64, theta_alpha=(0.5,), theta_beta=(-2.0, -5.0, -1.0, 3.0)
+        ),
         tokens(200),
     )
     for block in model.blocks if s is not None else ():
@@ -65,42 +72,57 @@ def test_fused_forward_with_extreme_priors(s):
         torch.testing.assert_close(model(idx), expected, atol=ATOL, rtol=0)
 
 
-GRID = list(itertools.product((-20, -3, 0, 3, 9.57, 12, 15, 40), (-4, -2, -0.6, -0.1, 0, 0.1, 1, 4, 10), (0, -2.4)))
+GRID = list(
+    itertools.product(
+        (-20, -3, 0, 3, 9.57, 12, 15, 40), (-4, -2, -0.6, -0.1, 0, 0.1, 1, 4, 10), (0, -2.4)
+    )
+)
 GRID += [(alpha, 0, mu) for alpha in (0, 12, 40) for mu in (90, -90)]  # mu beyond float32
 
 
 @pytest.mark.parametrize("s", [None, 0.3, -0.3])
 @pytest.mark.parametrize("attention", ["reference", pytest.param("fused", marks=compiler)])
 def test_attention_equals_float64_wherever_theta_may_go(attention, s):
-    """A head for each theta_alpha, theta_beta and theta_mu; content scores of some nats, as in a trained model."""
+    """A head for each theta_alpha, theta_beta and theta_mu; content of some nats, as if trained."""
     H, D, T = len(GRID), 8, 150
-    thetas = dict(zip(("theta_alpha", "theta_beta", "theta_mu"), zip(*GRID, strict=True), strict=True))
+    thetas = dict(
+        zip(("theta_alpha", "theta_beta", "theta_mu"), zip(*GRID, strict=True), strict=True)
+    )
     shape = {"n_layer": 1, "n_head": H, "n_embd": D * H, "vocab_size": 2, "ssmax": s is not None}
     attn = M.CausalSelfAttention(M.ModelConfig(**shape, ssmax_init=s or 1.0, **thetas))
     log_n = torch.arange(1, T + 1, dtype=torch.float64).log()[:, None]  # (T, 1)
     scale = torch.ones(T, 1) if s is None else attn.s[0].double().detach() * log_n
     q, k, v = torch.randn(3, 1, H, T, D, generator=torch.Generator().manual_seed(0))
     q = (q * scale).float()
-    p = {f"blocks.0.attn.prior.{name}": torch.tensor(values).double() for name, values in thetas.items()}
+    p = {
+        f"blocks.0.attn.prior.{name}": torch.tensor(values).double()
+        for name, values in thetas.items()
+    }
     distance = torch.arange(T, dtype=torch.float64)[:, None] - torch.arange(T)
-    prior = torch.stack([reference.log_prior(attn.cfg, p, 0, h, distance.abs()) for h in range(H)]) * scale
+    prior = (
+        torch.stack([reference.log_prior(attn.cfg, p, 0, h, distance.abs()) for h in range(H)])
+        * scale
+    )
     prior = prior.masked_fill(distance < 0, -math.inf)
     prior = prior - prior.amax(-1, keepdim=True)
     expected = (q[0].double() @ k[0].double().transpose(1, 2) + prior).softmax(-1) @ v[0].double()
-    fused, n = attention == "fused", torch.arange(1, T + 1)[None]
-    mask = (M.visible_blocks if fused else M.visible)(T, None, None, q.device)
-    layout = M.Layout(n, log_n.float()[None, None], None, mask)
-    compute = M.fused_attention if fused else M.reference_attention
+    blocks = M.visible_blocks(T, None, None, q.device)
+    layout = M.Layout(
+        torch.arange(1, T + 1)[None], log_n.float()[None, None], None, attention, blocks
+    )
+    _, row_scale = attn.ssmax(layout.log_n)
     with torch.no_grad():
-        got = compute(q, k, v, attn.log_prior(T), None if s is None else layout.log_n, layout)[0]
+        got = M.ATTENTIONS[attention](q, k, v, attn.log_prior(T), row_scale, layout)[0]
     errors = (got.double() - expected).abs().amax((1, 2))
     worst = int(errors.argmax())
-    assert errors.isfinite().all() and errors[worst] < 2e-4, f"{errors[worst]:.1e} at theta = {GRID[worst]}"
+    assert errors.isfinite().all() and errors[worst] < 2e-4, (
+        f"{errors[worst]:.1e} at theta = {GRID[worst]}"
+    )
 
 
 @compiler
 def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
-    torch.compiler.reset()  # the ten encodings have used up the variants that one function may be compiled for
+    torch.compiler.reset()  # the encodings used up the variants that a function may be compiled for
     model, idx = make_model("rope", False, n_embd=64), tokens(200)
     with torch.no_grad():
         model.window = 20
@@ -113,14 +135,21 @@ def test_fused_with_a_window_and_in_bfloat16_on_a_cpu():
 
 
 def test_block_mask_hides_what_the_dense_mask_hides():
-    doc_ids, device = documents(300), torch.device("cpu")
+    doc_ids, device, model = documents(300), torch.device("cpu"), make_model("nope", False)
     for ids, window in itertools.product((None, doc_ids), (None, 7)):
         blocks = M.visible_blocks(300, ids, window, device)
         b, i, j = torch.arange(2)[:, None, None], torch.arange(300)[:, None], torch.arange(300)
         hidden = ~blocks.mask_mod(b, torch.tensor(0), i, j).expand(2, 300, 300)
-        dense = M.visible(300, ids, window, device).expand(2, 1, 300, 300)[:, 0]
+        model.window = window
+        positions = torch.arange(300)[None] if ids is None else M.positions_in_documents(ids)
+        dense = M.visible(model.layout(positions).n, i - j).expand(2, 1, 300, 300)[:, 0]
         assert torch.equal(hidden, dense == -torch.inf)
-        computed = blocks.to_dense().bool()[:, 0].repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :300]
+        computed = (
+            blocks.to_dense()
+            .bool()[:, 0]
+            .repeat_interleave(128, 1)
+            .repeat_interleave(128, 2)[:, :300, :300]
+        )
         assert not (~computed & ~hidden).any(), "a block with visible keys is left out"
 
 
@@ -131,8 +160,8 @@ def test_evaluation_uses_the_reference():
     assert torch.equal(model(tokens(20)), expected) and len(model.posteriors(tokens(20))) == 2
 
 
-# Values and all gradients on CUDA. The truth is the float64 model of reference.py; in bfloat16 the fused kernel may not
-# be further from it than the reference attention, up to a factor, in the same autocast.
+# Values and all gradients on CUDA. The truth is the float64 model of reference.py; in bfloat16 the
+# fused kernel may not be further from it than the reference attention, up to a factor.
 
 
 def run(model, idx, doc_ids, weight, dtype, attention="fused", compiled=False):
@@ -154,7 +183,9 @@ def truth(model, idx, doc_ids, weight):
         rows.append(reference.forward(model, p, tokens_of_row, [ids.index(d) for d in ids]))
     logits = torch.stack(rows)
     (logits * weight).sum().backward()
-    return {name: p[name].grad for name, _ in model.named_parameters()} | {"logits": logits.detach()}
+    return {name: p[name].grad for name, _ in model.named_parameters()} | {
+        "logits": logits.detach()
+    }
 
 
 def errors(got, expected):
@@ -163,8 +194,15 @@ def errors(got, expected):
 
 
 CUDA_CASES = [(pe, ssmax, 512) for pe, ssmax in ENCODINGS]
-CUDA_CASES += [(pe, ssmax, T) for pe, ssmax in (("nope", False), ("alibi", True), ("ggd", True)) for T in (509, 1024)]
-EXTREME = {"theta_alpha": (0.5,), "theta_beta": (-2.0, -1.0)}  # log-priors of +-1e10 and 1e5 at the own token
+CUDA_CASES += [
+    (pe, ssmax, T)
+    for pe, ssmax in (("nope", False), ("alibi", True), ("ggd", True))
+    for T in (509, 1024)
+]
+EXTREME = {
+    "theta_alpha": (0.5,),
+    "theta_beta": (-2.0, -1.0),
+}  # log-priors of +-1e10 and 1e5 at the own token
 
 
 @pytest.mark.cuda
@@ -185,7 +223,7 @@ def test_fused_values_and_gradients_on_cuda(pe, ssmax, T):
 @pytest.mark.cuda
 @pytest.mark.parametrize("s", [None, 0.3, -0.3])
 def test_fused_gradients_of_extreme_priors_on_cuda(s):
-    """Where the prior alone decides, its gradient is 0, and not rounding noise times a huge log-prior."""
+    """Where the prior alone decides, its gradient is 0, not rounding noise times a huge prior."""
     model = make_model("ggd", s is not None, n_head=2, n_embd=96, **EXTREME)
     if s is not None:
         torch.nn.init.constant_(model.blocks[0].attn.s, s)
@@ -198,9 +236,11 @@ def test_fused_gradients_of_extreme_priors_on_cuda(s):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("pe", "ssmax"), [("rope", False), ("alibi", False), ("ggd", False), ("ggd", True)])
+@pytest.mark.parametrize(
+    ("pe", "ssmax"), [("rope", False), ("alibi", False), ("ggd", False), ("ggd", True)]
+)
 def test_fused_inside_a_compiled_model_on_cuda(pe, ssmax):
-    """As train.py runs it: the prior's vector is made in the compiled region and must still get its gradient."""
+    """As train.py runs it: the prior's vector, made in the compiled region, gets its gradient."""
     model, idx, doc_ids = make_model(pe, ssmax, n_head=2, n_embd=96), tokens(512), documents(512)
     weight = torch.randn(2, 512, 257, generator=torch.Generator().manual_seed(1))
     expected = truth(model, idx, doc_ids, weight)

@@ -8,8 +8,9 @@ import torch
 from conftest import ENCODINGS, make_model
 from torch.nn import functional as F
 
-import checkpoint
 import model as M
+import runs as checkpoint
+from streaming import score
 
 EOT = 256
 
@@ -42,7 +43,9 @@ def test_causality_by_gradient(pe, ssmax):
     """The output at t depends on every input up to t, and not at all on later ones."""
     model = make_model(pe, ssmax)
     found = {}
-    model.embedding.register_forward_hook(lambda *a: found.setdefault("x", a[2].detach().requires_grad_()))
+    model.embedding.register_forward_hook(
+        lambda *a: found.setdefault("x", a[2].detach().requires_grad_())
+    )
     logits = model(tokens(12, B=1))
     (gradient,) = torch.autograd.grad(logits[0, 7].square().sum(), found["x"])
     size = gradient[0].abs().amax(-1)
@@ -54,7 +57,9 @@ def test_packed_documents_equal_separate_ones(pe, ssmax, float64):
     model = make_model(pe, ssmax).double()
     first, second = tokens(9, B=1), tokens(14, B=1, seed=1)
     packed = model(torch.cat((first, second), 1), doc_ids=torch.tensor([[0] * 9 + [1] * 14]))
-    torch.testing.assert_close(packed, torch.cat((model(first), model(second)), 1), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        packed, torch.cat((model(first), model(second)), 1), atol=1e-10, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -125,10 +130,18 @@ def test_prior_values_and_gradients_with_distance_0(beta):
 
 @pytest.mark.parametrize("beta", [2.0, 1.0, 0.5])
 def test_log_prior_is_the_generalized_gaussian_density_up_to_a_constant(beta):
-    """alpha = exp(-theta_alpha / theta_beta); the density's own constant is the same for every distance."""
-    prior = M.GGDPrior(make_model("ggd", False, theta_alpha=(0.7,), theta_beta=(beta,), theta_mu=(-0.4,)).cfg)
-    d, alpha, mu = -torch.arange(50, dtype=torch.float64), math.exp(-0.7 / beta), 2 * math.sinh(-0.4)
-    density = beta / (2 * alpha * math.gamma(1 / beta)) * torch.exp(-(((d - mu).abs() / alpha) ** beta))
+    """alpha = exp(-theta_alpha / theta_beta); its constant is the same for every distance."""
+    prior = M.GGDPrior(
+        make_model("ggd", False, theta_alpha=(0.7,), theta_beta=(beta,), theta_mu=(-0.4,)).cfg
+    )
+    d, alpha, mu = (
+        -torch.arange(50, dtype=torch.float64),
+        math.exp(-0.7 / beta),
+        2 * math.sinh(-0.4),
+    )
+    density = (
+        beta / (2 * alpha * math.gamma(1 / beta)) * torch.exp(-(((d - mu).abs() / alpha) ** beta))
+    )
     difference = prior(50)[0].double()[:8] - density.log()[:8]
     # EPSILON alone makes 2e-4; a wrong alpha, beta or mu more than 0.1
     torch.testing.assert_close(difference, difference[:1].expand(8), atol=2e-3, rtol=0)
@@ -143,14 +156,16 @@ def test_gradient_of_the_prior_at_theta_0():
 
 @pytest.mark.parametrize("beta", [2.0, 0.5, 0.0, -0.5, -1.0, -3.0, -4.0])
 def test_gradients_of_the_prior_at_the_own_token(beta):
-    """db/dtheta_alpha = b and db/dtheta_beta = b ln EPSILON, up to MAX_EXPONENT; beyond it, those of the tangent."""
+    """db/dtheta_alpha = b, db/dtheta_beta = b ln EPSILON; beyond MAX_EXPONENT the tangent's."""
     prior = M.GGDPrior(make_model("ggd", False, theta_alpha=(0.3,), theta_beta=(beta,)).cfg)
     b = prior(10)[:, 0]
     b.sum().backward()
     x = 0.3 + beta * math.log(M.EPSILON)
     expected = torch.full((4,), -math.exp(min(x, M.MAX_EXPONENT)))
     torch.testing.assert_close(prior.theta_alpha.grad, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(prior.theta_beta.grad, expected * math.log(M.EPSILON), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        prior.theta_beta.grad, expected * math.log(M.EPSILON), rtol=1e-5, atol=0
+    )
     assert (b >= -math.exp(M.MAX_EXPONENT) * 50).all()
 
 
@@ -163,7 +178,10 @@ def copy_weights(source, target):
 @pytest.mark.parametrize("ssmax", [False, True])
 def test_theta_0_is_nope(ssmax, theta_alpha, float64):
     """And so is theta_beta = 0 with any theta_alpha: the same b for every key."""
-    ggd, nope = make_model("ggd", ssmax, theta_alpha=(theta_alpha,), theta_beta=(0.0,)), make_model("nope", ssmax)
+    ggd, nope = (
+        make_model("ggd", ssmax, theta_alpha=(theta_alpha,), theta_beta=(0.0,)),
+        make_model("nope", ssmax),
+    )
     copy_weights(ggd.double(), nope.double())
     torch.testing.assert_close(ggd(tokens(200)), nope(tokens(200)), atol=1e-10, rtol=0)
 
@@ -219,7 +237,11 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
     p = reference.parameters(model)
     x = reference.norm(
         p["embedding.weight"][idx[0]]
-        + (M.sinusoidal_table(torch.arange(10), model.cfg.n_embd).double() if pe == "sinusoidal" else 0),
+        + (
+            M.sinusoidal_table(torch.arange(10), model.cfg.n_embd).double()
+            if pe == "sinusoidal"
+            else 0
+        ),
         p["blocks.0.norm_attn.weight"],
     )
     found = model.posteriors(idx)[0]
@@ -233,7 +255,9 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
             (found.posterior, p_content * p_prior * z),
         ):
             torch.testing.assert_close(got[0, h, i, row].double(), expected, atol=1e-5, rtol=1e-4)
-            assert (got[0, h, i, len(js) :] == 0).all() and got[0, h, i].sum().item() == pytest.approx(1, abs=1e-5)
+            assert (got[0, h, i, len(js) :] == 0).all() and got[
+                0, h, i
+            ].sum().item() == pytest.approx(1, abs=1e-5)
         assert found.log_z[0, h, i].item() == pytest.approx(z.log().item(), abs=1e-4)
     product = found.content * found.prior * found.log_z.exp()[..., None]
     torch.testing.assert_close(product, found.posterior, atol=1e-6, rtol=1e-5)
@@ -241,12 +265,11 @@ def test_posterior_is_content_times_prior_times_z(pe, ssmax):
 
 @pytest.mark.parametrize("g", [30.0, 300.0])
 def test_z_is_at_least_1_and_large_where_content_fights_the_prior(g):
-    """Both on one key: ln Z = 0. Each certain of another key, by g nats: ln Z is about g, also where e^-g is 0."""
-    mask = M.visible(3, None, None, torch.device("cpu"))
-    content = torch.tensor([[[[g, 0.0, 0.0]] * 3]])
-    near, far = M.toeplitz(torch.tensor([[0.0, -g, -g]])), M.toeplitz(torch.tensor([[-g, -g, 0.0]]))
-    agree = M.reference_posterior(content, far, None, mask).log_z[0, 0, 2].item()
-    fight = M.reference_posterior(content, near, None, mask).log_z[0, 0, 2].item()
+    """Both on one key: ln Z = 0. Each certain of another, by g nats: about g, even if e^-g is 0."""
+    content, row, mask = torch.tensor([[[[g, 0.0, 0.0]]]]), torch.ones(1, 1, 1, 1), torch.zeros(3)
+    far, near = torch.tensor([[[0.0, -g, -g]]]), torch.tensor([[[-g, -g, 0.0]]])
+    agree = M.reference_posterior(content, far, row, mask).log_z.item()
+    fight = M.reference_posterior(content, near, row, mask).log_z.item()
     assert agree == pytest.approx(0, abs=1e-6) and fight == pytest.approx(g - math.log(2), abs=1e-3)
     for pe, ssmax in ENCODINGS:
         assert (make_model(pe, ssmax).posteriors(tokens(12))[1].log_z > -1e-5).all()
@@ -262,7 +285,10 @@ def test_posteriors_of_a_model_that_trains_fused():
     model, idx = make_model("ggd", True), tokens(12)
     expected = model.posteriors(idx)
     model.attention = "fused"
-    assert all(torch.equal(a.posterior, b.posterior) for a, b in zip(model.posteriors(idx), expected, strict=True))
+    assert all(
+        torch.equal(a.posterior, b.posterior)
+        for a, b in zip(model.posteriors(idx), expected, strict=True)
+    )
 
 
 def test_query_0_puts_all_its_weight_on_key_0():
@@ -284,11 +310,14 @@ def test_a_key_above_the_others_fades_without_ssmax_only(ssmax):
         q[:, 0, 0], k[:, 0, 1] = 1.0, g * math.sqrt(attn.cfg.head_dim)
         if ssmax:
             attn.s.fill_(s)
-        layout = M.GPT(attn.cfg).layout(torch.arange(T)[None], mask=M.visible(T, None, None, x.device))
-        weight = attn.posterior(x, layout).posterior[0, :, :, 0]  # (H, T)
+        layout = M.GPT(attn.cfg).layout(torch.arange(T)[None])
+        q, k, _ = attn.project(x, layout)
+        weight = attn.posterior(q, k, layout).posterior[0, :, :, 0]  # (H, T)
     n = torch.arange(1.0, T + 1)
     above = n ** (s * g) if ssmax else math.exp(g)
-    torch.testing.assert_close(weight, (above / (above + n - 1)).expand_as(weight), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        weight, (above / (above + n - 1)).expand_as(weight), rtol=1e-4, atol=0
+    )
     assert (weight[:, -1] > 0.99).all() if ssmax else (weight[:, -1] < 0.06).all()
 
 
@@ -308,8 +337,12 @@ def test_rope_depends_on_the_distance_only():
 
 @pytest.mark.parametrize("pe", ["nope", "alibi", "ggd"])
 def test_a_virtual_length_is_a_larger_n(pe):
-    """Training with ln n + u is attention with the base n e^u, row by row; a single key has all the weight anyway."""
-    model, idx, u = make_model(pe, True, virtual_length=50.0), tokens(12), torch.tensor([0.0, math.log(50)])
+    """Training with ln n + u has the base n e^u; a single key has all the weight anyway."""
+    model, idx, u = (
+        make_model(pe, True, virtual_length=50.0),
+        tokens(12),
+        torch.tensor([0.0, math.log(50)]),
+    )
     p, log = reference.parameters(model), math.log
     for row, extra in zip(idx, u.tolist(), strict=True):
         reference.math.log = lambda n, extra=extra: log(n) + extra
@@ -326,17 +359,23 @@ def test_positions_angles_and_ln_n_are_exact_to_a_million():
     model = make_model("rope", True)
     positions = torch.tensor([[999_983, 999_999]])
     layout = model.layout(positions)
-    torch.testing.assert_close(layout.log_n.double().flatten(), torch.log(positions[0].double() + 1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        layout.log_n.double().flatten(), torch.log(positions[0].double() + 1), rtol=1e-6, atol=0
+    )
     for channel in range(model.cfg.head_dim // 2):
         angle = 999_983 * 500_000.0 ** (-2 * channel / model.cfg.head_dim)
-        assert layout.rotation[0][0, 0, 0, channel].item() == pytest.approx(math.cos(angle), abs=1e-6)
-    b = M.GGDPrior(make_model("ggd", True, theta_beta=(0.37,), theta_alpha=(0.0,)).cfg)(1_000_000)[0, 999_999].item()
+        assert layout.rotation[0][0, 0, 0, channel].item() == pytest.approx(
+            math.cos(angle), abs=1e-6
+        )
+    b = M.GGDPrior(make_model("ggd", True, theta_beta=(0.37,), theta_alpha=(0.0,)).cfg)(1_000_000)[
+        0, 999_999
+    ].item()
     assert b == pytest.approx(-(999_999.0**0.37), rel=1e-5)
 
 
 def test_attention_starts_as_flat_as_the_papers():
-    """s = 1 and theta = 0 at the width of the 120M model: with q and k from PyTorch's default the mean largest weight
-    of 512 rows is 0.15 and 0.14 in the first two layers; with std n_embd ** -0.5 it would be 0.48 and 0.71."""
+    """s = 1, theta = 0, the 120M model's width. With PyTorch's default for q and k the mean largest
+    weight of 512 rows is 0.15 and 0.14; with std n_embd ** -0.5 it would be 0.48 and 0.71."""
     torch.manual_seed(0)
     model = M.GPT(M.ModelConfig(n_layer=2))
     for found in model.posteriors(tokens(512, B=1)):
@@ -344,7 +383,7 @@ def test_attention_starts_as_flat_as_the_papers():
 
 
 def test_ssmax_on_the_content_alone():
-    """Another model than with SSMax on the whole log-posterior; both are those of the float64 reference."""
+    """Another model than with SSMax on everything; both are those of the float64 reference."""
     idx, found = tokens(14, B=1), []
     for scales in ("content", "posterior"):
         model = make_model("ggd", True, ssmax_scales=scales)
@@ -358,10 +397,47 @@ def test_beta_is_kept_at_its_least_value():
     model = make_model("ggd", True, theta_beta_min=0.0)
     before = model.prior_values()["theta_beta"]
     model.constrain()
-    assert model.prior_values()["theta_beta"] == [[max(beta, 0.0) for beta in layer] for layer in before] != before
+    assert (
+        model.prior_values()["theta_beta"]
+        == [[max(beta, 0.0) for beta in layer] for layer in before]
+        != before
+    )
     free = make_model("ggd", True)
     free.constrain()
     assert free.prior_values()["theta_beta"] == before
+
+
+class StudentPrior(torch.nn.Module):
+    """Student's t: b = -(nu + 1) / 2 ln(1 + (d / scale)^2 / nu), with nu and scale as e^theta."""
+
+    takes_ssmax = True
+
+    def __init__(self, cfg, layer=0):
+        super().__init__()
+        self.theta_nu = torch.nn.Parameter(torch.zeros(cfg.n_head))
+        self.register_buffer("theta_scale", torch.linspace(-2.0, 1.0, cfg.n_head))
+
+    def forward(self, n):
+        nu, scale = self.theta_nu.exp()[:, None], self.theta_scale.exp()[:, None]
+        return -(nu + 1) / 2 * torch.log1p((torch.arange(n) / scale) ** 2 / nu)
+
+
+def test_a_new_prior_is_a_class_and_an_entry(monkeypatch):
+    """Everything else follows: groups, gradients, values, the cache, posteriors."""
+    monkeypatch.setitem(M.PRIORS, "student", StudentPrior)
+    monkeypatch.setattr(M, "ENCODINGS", (*M.ENCODINGS, "student"))
+    model, idx = make_model("student", True), tokens(300)
+    assert list(model.prior_values()) == ["theta_nu", "theta_scale", "s"]
+    assert len(model.parameter_groups()["theta"]) == model.cfg.n_layer
+    model(idx, idx.roll(-1, 1)).backward()
+    assert all(block.attn.prior.theta_nu.grad.abs().sum() > 0 for block in model.blocks)
+    b, row = model.blocks[0].attn.prior(300), torch.tensor(300.0).log()
+    added = model.blocks[0].attn.log_prior(300) * model.blocks[0].attn.ssmax(row)[1]
+    torch.testing.assert_close(added, row * model.blocks[0].attn.s[:, None] * b)
+    posterior = model.posteriors(idx, torch.tensor([0, 299]))[0]
+    assert torch.equal(posterior.prior, model.posteriors(idx)[0].prior[:, :, [0, 299]])
+    expected = model(idx).log_softmax(-1)[:, -11:-1].gather(-1, idx[:, -10:, None])[..., 0]
+    torch.testing.assert_close(score(model, idx, 10)[0], expected, atol=1e-4, rtol=0)
 
 
 def test_sinusoidal_table_is_as_large_as_the_embeddings():
@@ -421,7 +497,9 @@ def test_every_parameter_is_in_one_group_and_gets_a_gradient(pe, ssmax):
     assert len(listed) == len({id(p) for p in listed}) == len(list(model.parameters()))
     by_name = {g["name"]: g for g in groups}
     assert all(g["weight_decay"] == (0.1 if g["name"] == "matrix" else 0.0) for g in groups)
-    assert set(by_name) == {"matrix", "norm"} | ({"theta"} if pe == "ggd" else set()) | ({"s"} if ssmax else set())
+    assert set(by_name) == {"matrix", "norm"} | ({"theta"} if pe == "ggd" else set()) | (
+        {"s"} if ssmax else set()
+    )
     assert all(p.dim() == 2 for p in by_name["matrix"]["params"]) and all(
         p.dim() == 1 for p in by_name["norm"]["params"]
     )
@@ -463,14 +541,16 @@ def test_loss_in_chunks_is_the_loss(monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_are_those_of_the_matrix_products(tied):
-    """Counted by torch in a forward and a backward pass; attention there multiplies all T keys, causal or not."""
+    """Counted by torch in a step; attention there multiplies all T keys, causal or not."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, T = make_model("rope", True, tie_embeddings=tied), 40
     with FlopCounterMode(display=False) as counter:
         model(tokens(T), tokens(T)).backward()
     attention = 6 * model.cfg.n_layer * model.cfg.n_embd
-    assert counter.get_total_flops() / (2 * T) == model.flops_per_token(T) + attention * (2 * T - (T + 1))
+    assert counter.get_total_flops() / (2 * T) == model.flops_per_token(T) + attention * (
+        2 * T - (T + 1)
+    )
 
 
 def test_padding_of_the_vocabulary_is_never_predicted():
@@ -515,8 +595,10 @@ def test_checkpoint_round_trip_and_its_errors(tmp_path):
 
 def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypatch, capsys):
     saved = checkpoint.load_checkpoint(run)
-    checkpoint.save_checkpoint(run / "last.pt", saved | {"optimizer": torch.zeros(10**6), "train_config": {"seed": 1}})
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(run), str(tmp_path / "a" / "copy")])
+    checkpoint.save_checkpoint(
+        run / "last.pt", saved | {"optimizer": torch.zeros(10**6), "train_config": {"seed": 1}}
+    )
+    monkeypatch.setattr("sys.argv", ["runs.py", str(run), str(tmp_path / "a" / "copy")])
     checkpoint.main()
     copy = checkpoint.load_checkpoint(tmp_path / "a" / "copy")
     assert copy.keys() == {"model", "model_config", "train_config", "tokenizer", "step"}
@@ -527,7 +609,7 @@ def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypat
         (("missing", tmp_path / "b"), "no checkpoint missing"),
         ((run, run), "itself"),
     ):
-        monkeypatch.setattr("sys.argv", ["checkpoint.py", *map(str, words)])
+        monkeypatch.setattr("sys.argv", ["runs.py", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
             checkpoint.main()
         assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Pictures of priors: what is drawn is what the model adds to its scores, and heads are classed by what that does."""
+"""Pictures: a prior is drawn as the model adds it to its scores, and a head's class says what that
+does. Posteriors on a prompt are the model's and obey Theorem 1, and the needle is marked."""
 
 import json
 import math
@@ -9,15 +10,19 @@ import torch
 from conftest import ENCODINGS, make_model
 
 import plot_priors as P
-import records
-from checkpoint import save_checkpoint
+import runs
+import streaming
+from data import encode_document, get_tokenizer
+from runs import save_checkpoint
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
 def test_acting_prior_is_what_a_row_adds_to_its_scores(pe, ssmax):
     model = make_model(pe, ssmax)
     p = {name: x.detach() for name, x in reference.parameters(model).items()}
-    x = torch.randn(12, model.cfg.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(
+        12, model.cfg.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     for layer, block in enumerate(model.blocks):
         for h, i, js, _, prior, _ in reference.attention_rows(model.cfg, p, layer, x, [0] * len(x)):
             drawn = P.acting_prior(block.attn, i + 1)[h, [i - j for j in js]]
@@ -33,12 +38,18 @@ def test_curves_in_the_grid_are_the_acting_priors(pe, ssmax):
         for n, line in zip(P.WIDTHS, axes[h].lines, strict=True):
             scale = p["blocks.0.attn.s"][h] * math.log(n) if ssmax and pe == "ggd" else 1.0
             scores = reference.log_prior(model.cfg, p, 0, h, torch.arange(n).double()) * scale
-            expected = (scores.detach().log_softmax(-1) + math.log(n))[line.get_xdata()].clamp(min=-30)
-            torch.testing.assert_close(torch.from_numpy(line.get_ydata()), expected, rtol=1e-3, atol=1e-3)
+            expected = (scores.detach().log_softmax(-1) + math.log(n))[line.get_xdata()].clamp(
+                min=-30
+            )
+            torch.testing.assert_close(
+                torch.from_numpy(line.get_ydata()), expected, rtol=1e-3, atol=1e-3
+            )
 
 
 def one_head(theta_alpha, theta_beta, s):
-    model = make_model("ggd", True, n_layer=1, n_head=1, theta_alpha=(theta_alpha,), theta_beta=(theta_beta,))
+    model = make_model(
+        "ggd", True, n_layer=1, n_head=1, theta_alpha=(theta_alpha,), theta_beta=(theta_beta,)
+    )
     with torch.no_grad():
         model.blocks[0].attn.s.fill_(s)
     return model
@@ -60,7 +71,7 @@ def one_head(theta_alpha, theta_beta, s):
     ],
 )
 def test_classes_by_what_a_head_does(theta_alpha, theta_beta, s, name):
-    (row,) = P.heads_table(one_head(theta_alpha, theta_beta, s))
+    (row,) = P.tabulate_heads(one_head(theta_alpha, theta_beta, s))
     assert row["class"] == name
     if theta_beta:
         assert row["alpha"] == pytest.approx(math.exp(-theta_alpha / theta_beta), rel=1e-5)
@@ -81,49 +92,154 @@ def test_classes_by_what_a_head_does(theta_alpha, theta_beta, s, name):
     ],
 )
 def test_classes_do_not_depend_on_where_the_centre_is(theta_beta, s, mu, name):
-    model = make_model("ggd", True, n_layer=1, n_head=1, theta_beta=(theta_beta,), theta_mu=(math.asinh(mu / 2),))
+    model = make_model(
+        "ggd", True, n_layer=1, n_head=1, theta_beta=(theta_beta,), theta_mu=(math.asinh(mu / 2),)
+    )
     with torch.no_grad():
         model.blocks[0].attn.s.fill_(s)
-    assert P.heads_table(model)[0]["class"] == name
+    assert P.tabulate_heads(model)[0]["class"] == name
 
 
 def test_effective_width():
     """Closed forms: the uniform prior, a geometric one, a head turned round that sees only itself, and the reverse."""
     uniform = make_model("nope", True)
-    assert P.heads_table(uniform)[0]["width_512"] == math.ceil(0.9 * 512) - 1
-    for row, slope in zip(P.heads_table(make_model("alibi", True)), (1 / 4, 1 / 16, 1 / 64), strict=False):
+    assert P.tabulate_heads(uniform)[0]["width_512"] == math.ceil(0.9 * 512) - 1
+    for row, slope in zip(
+        P.tabulate_heads(make_model("alibi", True)), (1 / 4, 1 / 16, 1 / 64), strict=False
+    ):
         assert row["width_8192"] == math.ceil(math.log(10) / slope) - 1
-    assert P.heads_table(one_head(0.0, -2.0, -0.5))[0]["width_512"] == 0
-    assert P.heads_table(one_head(0.0, 1.0, -0.5))[0]["width_512"] == 511
+    assert P.tabulate_heads(one_head(0.0, -2.0, -0.5))[0]["width_512"] == 0
+    assert P.tabulate_heads(one_head(0.0, 1.0, -0.5))[0]["width_512"] == 511
 
 
 def test_alpha_beyond_any_float_is_left_out():
-    (row,) = P.heads_table(one_head(1.0, -1e-4, 1.0))
-    assert row["alpha"] is None and "-" in P.table([row])
+    (row,) = P.tabulate_heads(one_head(1.0, -1e-4, 1.0))
+    assert row["alpha"] is None and "-" in P.format_heads([row])
 
 
 def test_special_cases_lie_on_the_curves_of_the_theory():
     figure = P.theory_priors()
     for axis in figure.axes:
         lines = {line.get_label(): line for line in axis.lines}
-        for point, curve in (("ALiBi, slope 1/$\\alpha$", "$\\beta$ = 1"), ("NoPE", "$\\beta$ = 0")):
+        for point, curve in (
+            ("ALiBi, slope 1/$\\alpha$", "$\\beta$ = 1"),
+            ("NoPE", "$\\beta$ = 0"),
+        ):
             x = torch.from_numpy(lines[curve].get_xdata())
             y = torch.from_numpy(lines[curve].get_ydata())
             at = torch.searchsorted(x, torch.from_numpy(lines[point].get_xdata()))
-            torch.testing.assert_close(torch.from_numpy(lines[point].get_ydata()), y[at], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                torch.from_numpy(lines[point].get_ydata()), y[at], rtol=1e-3, atol=1e-6
+            )
 
 
 def test_fading_is_the_softmax_of_one_key_above_the_others():
     for line in P.theory_fading().axes[0].lines:
         g, ssmax = float(line.get_label().split()[2].strip(",")), "SSMax" in line.get_label()
         for n, weight in list(zip(*line.get_data(), strict=True))[:100:9]:
-            scores = torch.tensor([g] + [0.0] * (int(n) - 1), dtype=torch.float64) * (math.log(n) if ssmax else 1)
+            scores = torch.tensor([g] + [0.0] * (int(n) - 1), dtype=torch.float64) * (
+                math.log(n) if ssmax else 1
+            )
             assert weight == pytest.approx(scores.softmax(0)[0].item(), abs=1e-12)
 
 
-@pytest.fixture
-def run(tmp_path):
-    return save_run(tmp_path / "run", make_model("ggd", True))
+def text(T=100):
+    return torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
+
+
+def all_of(p):
+    """(..., T, 4): prior, content, posterior, ln Z."""
+    return torch.stack((*p[:3], p.log_z[..., None].expand_as(p.prior)), dim=-1)
+
+
+@pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
+def test_rows_are_those_of_the_model_and_obey_theorem_1(pe, ssmax, monkeypatch):
+    """In several chunks and in several blocks of rows."""
+    monkeypatch.setattr(streaming, "CHUNK_TOKENS", 40)
+    monkeypatch.setattr(P, "SCORES_AT_ONCE", 4 * 100 * 3)
+    model, idx, rows = make_model(pe, ssmax), text(), torch.tensor([0, 1, 7, 50, 98, 99])
+    for got, expected in zip(P.look(model, idx, rows, all_of), model.posteriors(idx), strict=True):
+        torch.testing.assert_close(got.float(), all_of(expected)[0][:, rows], rtol=1e-3, atol=1e-3)
+        prior, content, posterior, log_z = got.unbind(-1)
+        for part in (prior, content, posterior):
+            torch.testing.assert_close(
+                part.sum(-1), torch.ones(4, 6, dtype=torch.float64), rtol=0, atol=1e-9
+            )
+        torch.testing.assert_close(prior * content * log_z.exp(), posterior, rtol=0, atol=1e-9)
+
+
+def test_log_z_is_ln_n_where_the_prior_is_uniform():
+    """theta = 0, and its bound: never below 0, whatever the prior."""
+    rows = torch.arange(100)
+    for log_z in P.look(
+        make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda p: p.log_z
+    ):
+        torch.testing.assert_close(log_z, (rows + 1).double().log().expand(4, -1))
+    for log_z in P.look(make_model("ggd", True), text(), rows, lambda p: p.log_z):
+        assert log_z.min() >= -1e-12 and (log_z - (rows + 1).log()).abs().max() > 0.1
+
+
+def test_marks_are_the_tokens_that_hold_the_words(enc):
+    tokens = encode_document(enc, "Größe: a pass key is 12345, 東京. The pass key is 12345")
+    marked = P.mark_words(enc, tokens, "pass key is 12345")
+    found = [
+        enc.decode([tokens[i] for i in range(begin, end)]) for begin, end in P.find_spans(marked)
+    ]
+    assert [words.strip() for words in found] == ["pass key is 12345"] * 2
+    assert (
+        enc.decode(
+            [tokens[i] for i in torch.nonzero(P.mark_words(enc, tokens, "京")).flatten()]
+        ).strip(" ")
+        == "京"
+    )
+    assert (
+        P.mark_words(enc, tokens, "12345").tolist()[-1]
+        and not P.mark_words(enc, tokens, "Größe")[0]
+    )
+    with pytest.raises(ValueError, match="is not in the prompt"):
+        P.mark_words(enc, tokens, "54321")
+
+
+def test_passkey_views_mark_the_needle_and_ask_for_the_answer():
+    run = runs.Run("", make_model("ggd", True), {"tokenizer": "bytes"}, get_tokenizer("bytes"))
+    views = P.make_views(run, P.PlotConfig(lengths=(300, 200), depths=3))
+    assert list(views) == [200, 300] and [len(some) for some in views.values()] == [3, 3]
+    for view in views[300]:
+        assert view.idx.shape == (1, 299) and view.answers == 6
+        needle = run.enc.decode(view.idx[0, view.needle].tolist())
+        key = needle.split()[4].strip(".")
+        assert needle == f"The pass key is {key}. Remember it. {key} is the pass key."
+        assert run.enc.decode(view.idx[0, -5:].tolist()) == f" {key[:4]}"
+    default = P.make_views(run, P.PlotConfig(depths=1))
+    assert list(default) == [256, 512, 1024, 2048, 4096, 8192]
+
+
+def test_mass_on_the_needle_and_the_heads_that_retrieve():
+    model, idx = make_model("ggd", True), text()
+    needle = torch.zeros(100, dtype=torch.bool)
+    needle[30:40] = True
+    mass = P.weigh_needle(model, P.View(idx, 3, needle))
+    for layer, whole in enumerate(model.posteriors(idx)):
+        for i, part in enumerate(whole[:3]):
+            expected = part[0, :, -3:, 30:40].sum(-1).mean(-1)
+            torch.testing.assert_close(mass[i, layer].float(), expected, rtol=1e-3, atol=1e-5)
+    masses = torch.zeros(2, 3, 2, 4)
+    masses[:, 2, 1, 2], masses[:, 2, 0, 3], masses[0, 2, 0, 1] = 0.9, 0.5, 0.6
+    assert P.most_retrieving(masses, 3) == [(1, 2), (0, 3), (0, 1)]
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def stop(file, **options):
+        file.write(b"half of a picture")
+        raise KeyboardInterrupt
+
+    figure, _ = P.panels(1, 1, 1, 1)
+    P.save(figure, tmp_path / "eval", "a.png")
+    before = (tmp_path / "eval/a.png").read_bytes()
+    monkeypatch.setattr(figure, "savefig", stop)
+    with pytest.raises(KeyboardInterrupt):
+        P.save(figure, tmp_path / "eval", "a.png")
+    assert [file.read_bytes() for file in (tmp_path / "eval").iterdir()] == [before]
 
 
 def save_run(folder, model):
@@ -148,20 +264,36 @@ def test_a_model_with_a_prior(run, monkeypatch, capsys):
     (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
     call(monkeypatch, run, "--lengths=150,200", "--depths=2", "--heads=1.3,0.0")
     shapes = {"learned_priors", "learned_heads", "learned_training"}
-    assert pictures(run / "eval") == shapes | {"prompt_curves", "prompt_maps", "prompt_log_z", "needle_mass"}
-    (record,) = records.read_records(run / "eval/priors.jsonl")
+    assert pictures(run / "eval") == shapes | {
+        "prompt_curves",
+        "prompt_maps",
+        "prompt_log_z",
+        "needle_mass",
+    }
+    (record,) = runs.read_records(run / "eval/priors.jsonl")
     printed = capsys.readouterr().out
-    assert record["n"] == 2 and record["config"]["heads"] == ["1.3", "0.0"] and len(record["heads"]) == 8
+    assert (
+        record["n"] == 2
+        and record["config"]["heads"] == ["1.3", "0.0"]
+        and len(record["heads"]) == 8
+    )
     for row in record["heads"]:
-        assert list(row["needle"]) == ["150", "200"] and all(0 <= x <= 1 for x in row["needle"]["200"])
-        assert any(line.split()[:1] == [row["head"]] and row["class"] in line for line in printed.splitlines())
+        assert list(row["needle"]) == ["150", "200"] and all(
+            0 <= x <= 1 for x in row["needle"]["200"]
+        )
+        assert any(
+            line.split()[:1] == [row["head"]] and row["class"] in line
+            for line in printed.splitlines()
+        )
 
 
 @pytest.mark.parametrize("pe", ["nope", "sinusoidal", "rope", "alibi"])
 def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsys):
     """Without a prior there is nothing to draw of it, and the program says so."""
     run = save_run(tmp_path / "run", make_model(pe, pe == "alibi"))
-    (tmp_path / "own.txt").write_text("The word is banana.\nWhat is the word? It is\n", encoding="utf-8")
+    (tmp_path / "own.txt").write_text(
+        "The word is banana.\nWhat is the word? It is\n", encoding="utf-8"
+    )
     call(monkeypatch, run, f"--prompt={tmp_path / 'own.txt'}", "--needle=banana", "--show=1")
     assert (f"{pe} adds no prior" in capsys.readouterr().out) == (pe != "alibi")
     priors = {"learned_priors", "prompt_log_z"} if pe == "alibi" else set()
@@ -169,7 +301,7 @@ def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsy
 
 
 def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(P.records, "PRETRAINED", run)
+    monkeypatch.setattr(runs, "PRETRAINED", run)
     call(monkeypatch, f"--theory_dir={tmp_path / 'a' / 'b'}", "--lengths=128", "--depths=1")
     assert pictures(tmp_path / "a" / "b") == {"theory_priors", "theory_ssmax", "theory_fading"}
     assert {"learned_priors", "learned_heads", "prompt_maps"} <= pictures(run / "eval")
@@ -183,7 +315,10 @@ def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, 
         (("RUN", "--heads=2.0"), "no head 2.0; give layer.head, from 0.0 to 1.3"),
         (("RUN", "--prompt=no_such_file.txt", "--needle=a"), "no_such_file.txt"),
         (("RUN", "--prompt=RUN/own.txt", "--needle=b"), "'b' is not in the prompt"),
-        (("RUN", "--prompt=RUN/empty.txt", "--needle=b"), "empty.txt has no text; choose another file"),
+        (
+            ("RUN", "--prompt=RUN/empty.txt", "--needle=b"),
+            "empty.txt has no text; choose another file",
+        ),
         (("RUN", "--prompt=RUN/own.txt"), "go together"),
         (("RUN", "--depths=0"), "depths is 0"),
         (("RUN", "--show=0"), "show is 0"),
@@ -191,11 +326,18 @@ def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, 
         (("--theory_dir=RUN/last.pt",), "is a file where a folder is needed"),
     ],
 )
-def test_errors_are_one_sentence_and_come_before_any_picture(run, monkeypatch, capsys, arguments, message):
+def test_errors_are_one_sentence_and_come_before_any_picture(
+    run, monkeypatch, capsys, arguments, message
+):
     for name, content in (("own", "a"), ("empty", "\n")):
         (run / f"{name}.txt").write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *(word.replace("RUN", str(run)) for word in arguments))
     printed = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert (
+        stopped.value.code == 2
+        and message in printed
+        and printed.startswith("error: ")
+        and "\n" not in printed
+    )
     assert not (run / "eval").exists()

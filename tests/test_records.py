@@ -1,12 +1,13 @@
 """Records: intervals, labels, and files that survive a kill."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from conftest import make_model
 
-import records as R
+import runs as R
 
 
 def test_wilson_interval():
@@ -31,7 +32,10 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     paths = [tmp_path / folder for folder in ("a/run", "b/run", "b/c.5/run", "other_x0.33")]
     for path in paths:
         path.mkdir(parents=True)
-    paths = [str(path) for path in (*paths, paths[0] / "best.pt", paths[1] / "best.pt", paths[1] / "step.1.pt")]
+    paths = [
+        str(path)
+        for path in (*paths, paths[0] / "best.pt", paths[1] / "best.pt", paths[1] / "step.1.pt")
+    ]
     labels = ["a/run", "b/run", "c.5/run", "other_x0.33", "a/run/best", "b/run/best", "run/step.1"]
     assert [R.name_of(path, paths) for path in paths] == labels
     assert R.name_of(paths[0], [paths[0], f"{paths[0]}/last.pt"]) == "run"
@@ -58,25 +62,61 @@ def test_fingerprint_is_of_the_weights_alone():
 
 
 def test_interventions_change_one_number_and_what_is_recorded(run):
-    """LAYER.HEAD.NAME=VALUE for parameters and for fixed values; other weights are another fingerprint."""
-    device, changes = torch.device("cpu"), R.Changes(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1"))
-    plain, changed = R.load_run(str(run), device), R.load_run(str(run), device, changes)
+    """LAYER.HEAD.NAME=VALUE for parameters and for fixed values; other weights are another
+    fingerprint."""
+    cfg = R.EvalConfig(8, ("1.3.theta_beta=0", "0.2.s=-0.5", "0.0.theta_mu=1"))
+    plain, changed = R.load_run(str(run)), R.load_run(str(run), "cpu", cfg)
     assert changed.model.window == 8 and plain.model.window is None
     before, after = plain.model.prior_values(), changed.model.prior_values()
     before["theta_beta"][1][3], before["s"][0][2], before["theta_mu"][0][0] = 0.0, -0.5, 1.0
     assert after == before and R.fingerprint(plain.model) != R.fingerprint(changed.model)
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["2.0.s=0", "0.4.s=0", "0.-1.s=0", "0.0.beta=0", "0.0.s", "0.s=0", "0.0.s=x", "0.0.s=nan", "0.0.s=1=2", ""],
-)
+WRONG = "2.0.s=0 0.4.s=0 0.-1.s=0 0.0.beta=0 0.0.s 0.s=0 0.0.s=x 0.0.s=nan 0.0.s=1=2"
+
+
+@pytest.mark.parametrize("change", [*WRONG.split(), ""])
 def test_an_intervention_on_what_is_not_there_is_told(run, change):
     with pytest.raises(
         ValueError, match="layers 0 to 1, heads 0 to 3 and theta_alpha, theta_beta, theta_mu, s"
     ) as told:
-        R.load_run(str(run), torch.device("cpu"), R.Changes(set=(change,)))
+        R.load_run(str(run), "cpu", R.EvalConfig(set=(change,)))
     assert "\n" not in str(told.value)
+
+
+def test_a_frame_of_cells_measures_once_and_hands_on_what_it_has(run, capsys):
+    """Cells after others see their records; a new number, or other weights, are measured again."""
+    measured, reported = [], []
+
+    def cells(*numbers):
+        def measure(number, advance, earlier):
+            if number < 0:
+                raise KeyboardInterrupt
+            measured.append(number)
+            advance(1.0)
+            return {"sum": number + sum(r["sum"] for r in earlier)}
+
+        metrics = ("one", "two")
+        return [
+            R.Cell({"metric": metrics[n % 2], "config": [n]}, str(n), 1.0, partial(measure, n))
+            for n in numbers
+        ]
+
+    def evaluate(*numbers, **options):
+        cfg = R.EvalConfig(**options)
+        plan = [(r, cells(*numbers)) for r in R.load_runs([str(run), f"{run}/last.pt"], cfg)]
+        R.evaluate(plan, cfg, reported.append)
+        return [r["sum"] for r in reported[-1][str(run)]]
+
+    assert evaluate(1, 2, 3) == [1, 3, 7] and measured == [1, 2, 3]  # one run, given twice
+    assert [r["sum"] for r in R.read_records(run / "eval" / "one.jsonl")] == [3]
+    assert {"seconds", "weights", "commit", "hardware"} <= set(reported[0][str(run)][0])
+    assert evaluate(1, 2, 4, resume=True) == [1, 3, 8] and measured == [1, 2, 3, 4]
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(5, -1, 6)
+    assert stopped.value.code == 130 and "--resume" in capsys.readouterr().out
+    assert [r["sum"] for r in reported[-1][str(run)]] == [5] and measured[4:] == [5]
+    assert evaluate(1, set=("0.0.s=0",), resume=True) == [1] and measured[5:] == [1]
 
 
 def test_tables_are_aligned():

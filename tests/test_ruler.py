@@ -1,4 +1,5 @@
-"""RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100, and the command line."""
+"""RULER: texts to the letter, exact lengths, needles where they were drawn, an oracle at 100,
+and the command line."""
 
 import configurator
 
@@ -16,16 +17,17 @@ from conftest import make_model
 
 import eval_ruler as E
 import needles as N
-from checkpoint import save_checkpoint
+import runs as R
+from data import get_tokenizer
 from model import ModelConfig
 from prepare_fineweb import PrepareConfig
-from records import Run, read_records
-from tokenizer import get_tokenizer
+from runs import Run, read_records, save_checkpoint
 from train import ROOT, TrainConfig
 
 LENGTHS = (512, 1024, 4096, 16_384, 65_536)
 TEXT = (
-    "Dr. Ångström’s “naïve” café opened at 8! Was it 東京? Nobody knew.\n\nA heading without a full stop\n\n"
+    "Dr. Ångström’s “naïve” café opened at 8! Was it 東京? Nobody knew.\n\n"
+    "A heading without a full stop\n\n"
     "Then rain fell,\nand the two of them left: quietly, by the back door. "
     + "It went on (and on), without an end to it, " * 20
     + "as such sentences do.\n" * 2
@@ -63,17 +65,20 @@ def test_the_eight_tasks():
         "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
     }
     assert N.BUDGET == {"gpt2": 128, "bytes": 512}
-    assert [100 * depth for depth in N.DEPTHS] == pytest.approx(np.round(np.linspace(0, 100, 40)).tolist())
+    assert [100 * depth for depth in N.DEPTHS] == pytest.approx(
+        np.round(np.linspace(0, 100, 40)).tolist()
+    )
 
 
 ONE = (
-    "A special magic {number} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "{number} afterwards.\n{context}\nWhat is the special magic {number} for {query} mentioned in the provided text?"
+    "A special magic {number} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {number} afterwards.\n{context}\n"
+    "What is the special magic {number} for {query} mentioned in the provided text?"
 )
 SOME = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the numbers afterwards.\n{context}\nWhat are all the special magic numbers for {query} mentioned in the provided "
-    "text?"
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n{context}\n"
+    "What are all the special magic numbers for {query} mentioned in the provided text?"
 )
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -112,15 +117,21 @@ def test_texts_as_they_are_sent():
     sample = N.make_sample("niah_single_1", 42, 0, None, get_tokenizer("bytes"))
     (needle,) = sample.needles
     assert sample.prompt + sample.prefix + sample.answer == (
-        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the number afterwards.\nOne of the special magic numbers for {needle.key} is: {needle.value}.\n{NOISE}\nWhat "
-        f"is the special magic number for {needle.key} mentioned in the provided text? The special magic number for "
-        f"{needle.key} mentioned in the provided text is {needle.value}"
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards.\n"
+        f"One of the special magic numbers for {needle.key} is: {needle.value}.\n{NOISE}\n"
+        f"What is the special magic number for {needle.key} mentioned in the provided text? "
+        f"The special magic number for {needle.key} mentioned in the provided text is "
+        f"{needle.value}"
     )
 
 
 def test_names_are_listed_as_in_ruler():
-    assert [N.listed(list(names)) for names in ("a", "ab", "abcd")] == ["a", "a, and b", "a, b, c, and d"]
+    assert [N.join_names(list(names)) for names in ("a", "ab", "abcd")] == [
+        "a",
+        "a, and b",
+        "a, b, c, and d",
+    ]
 
 
 def test_essay_is_cut_at_sentence_ends(essay, tmp_path):
@@ -143,7 +154,10 @@ def units_of(task, essay, sample, longer):
     if N.TASKS[task].haystack == "noise":
         return [NOISE] * context_of(sample).count(NOISE), NOISE
     if N.TASKS[task].haystack == "needles":
-        lines = [[x for x in context_of(s).split("\n") if sample.values[0] not in x] for s in (sample, longer)]
+        lines = [
+            [x for x in context_of(s).split("\n") if sample.values[0] not in x]
+            for s in (sample, longer)
+        ]
         assert lines[1][: len(lines[0])] == lines[0]
         return lines[0], lines[1][len(lines[0])]
     text = context_of(sample)
@@ -164,11 +178,15 @@ def test_lengths_are_exact_and_needles_are_where_they_were_drawn(task, enc, essa
     joiner = " " if spec.haystack == "essay" else "\n"
     for index, length in enumerate(LENGTHS):
         if length < N.shortest(task, 42, 5, enc, essay):
-            assert enc.name == "bytes" and length <= 1024  # the list is in test_cells_that_are_not_available
+            assert (
+                enc.name == "bytes" and length <= 1024
+            )  # the list is in test_cells_that_are_not_available
             continue
         sample = N.make_sample(task, 42, index, length, enc, essay)
         assert sample.tokens == [enc.eot_token, *enc.encode_ordinary(sample.prompt + sample.prefix)]
-        units, following = units_of(task, essay, sample, N.make_sample(task, 42, index, length + 400, enc, essay))
+        units, following = units_of(
+            task, essay, sample, N.make_sample(task, 42, index, length + 400, enc, essay)
+        )
         room = length - budget - len(sample.tokens)
         assert 0 <= room <= len(enc.encode_ordinary(joiner + following))
         context = list(units)
@@ -177,11 +195,16 @@ def test_lengths_are_exact_and_needles_are_where_they_were_drawn(task, enc, essa
         assert joiner.join(context) == context_of(sample)
         depths = [needle.depth for needle in sample.needles]
         assert len(depths) == spec.keys * spec.values and depths == sorted(depths)
-        assert all(0 <= d < 1 for d in depths) or set(depths) <= set(N.DEPTHS) and len(set(depths)) == len(depths)
+        assert (
+            all(0 <= d < 1 for d in depths)
+            or set(depths) <= set(N.DEPTHS)
+            and len(set(depths)) == len(depths)
+        )
 
 
 def test_cells_that_are_not_available(enc, essay):
-    """What each task needs; with GPT-2's tokens no cell of 512 is n/a, with bytes all are, and some of 1,024."""
+    """What each task needs; with GPT-2's tokens no cell of 512 is n/a, with bytes all are, and
+    some of 1,024."""
     needs = {task: N.shortest(task, 42, 20, enc, essay) for task in N.TASKS}
     if enc.name == "gpt2":
         assert all(200 < n <= 400 for n in needs.values())
@@ -197,14 +220,18 @@ def test_cells_that_are_not_available(enc, essay):
 
 @pytest.mark.parametrize("task", N.TASKS)
 def test_too_short_a_length_says_what_it_needs(task, enc, essay):
-    needs = [N.shortest(task, 7, i + 1, enc, essay) for i in range(8)]  # of the first i + 1 samples: the maximum
+    needs = [
+        N.shortest(task, 7, i + 1, enc, essay) for i in range(8)
+    ]  # of the first i + 1 samples: the maximum
     assert needs == sorted(needs)
     one = len(N.make_sample(task, 7, 3, None, enc, essay).tokens) + N.BUDGET[enc.name]
     assert one <= needs[3]
     with pytest.raises(ValueError, match=f"needs at least {one:,}$"):
         N.make_sample(task, 7, 3, one - 1, enc, essay)
     for length in (one, needs[-1]):
-        assert len(N.make_sample(task, 7, 3, length, enc, essay).tokens) <= length - N.BUDGET[enc.name]
+        assert (
+            len(N.make_sample(task, 7, 3, length, enc, essay).tokens) <= length - N.BUDGET[enc.name]
+        )
 
 
 def test_noise_unit_has_the_25_tokens_of_the_original(enc):
@@ -216,7 +243,9 @@ def test_samples_are_a_function_of_their_arguments(task, essay):
     enc = get_tokenizer("bytes")
     first = N.make_sample(task, 1, 0, 2000, enc, essay)
     assert first == N.make_sample(task, 1, 0, 2000, enc, essay)
-    others = [N.make_sample(task, seed, index, 2000, enc, essay) for seed, index in ((1, 1), (2, 0))]
+    others = [
+        N.make_sample(task, seed, index, 2000, enc, essay) for seed, index in ((1, 1), (2, 0))
+    ]
     assert len({first.prompt, *(other.prompt for other in others)}) == 3
     longer = N.make_sample(task, 1, 0, 5000, enc, essay)
     assert longer.needles == first.needles and longer.values == first.values
@@ -232,18 +261,24 @@ def test_keys_and_values(task, essay):
     for index in range(20):
         sample = N.make_sample(task, 42, index, 3000, enc, essay)
         keys, values = [n.key for n in sample.needles], [n.value for n in sample.needles]
-        assert len(set(keys)) == spec.keys and len(set(values)) == len(values) == spec.keys * spec.values
+        assert (
+            len(set(keys)) == spec.keys
+            and len(set(values)) == len(values) == spec.keys * spec.values
+        )
         assert all(re.fullmatch(forms[spec.key], key) for key in keys)
         assert all(re.fullmatch(forms[spec.value], value) for value in values)
         assert all(uuid.UUID(value).version == 4 for value in values if spec.value == "uuids")
-        assert len(sample.values) == spec.queries * spec.values and set(sample.values) <= set(values)
+        assert len(sample.values) == spec.queries * spec.values and set(sample.values) <= set(
+            values
+        )
         if task == "niah_multivalue":
             assert sample.values == values  # in reading order
         assert all(sample.prompt.count(value) == 1 for value in values)
 
 
 def test_keys_are_asked_in_every_place(essay):
-    """Neither the first nor the last needle is the one to remember, and depths fill the range evenly."""
+    """Neither the first nor the last needle is the one to remember, and depths fill the range
+    evenly."""
     enc, places = get_tokenizer("bytes"), [0, 0, 0, 0]
     for index in range(200):
         sample = N.make_sample("niah_multikey_1", 42, index, None, enc, essay)
@@ -254,8 +289,13 @@ def test_keys_are_asked_in_every_place(essay):
 
 
 def test_keys_repeat_as_rarely_as_in_ruler():
-    """Of the 3,300 needles in 65,536 GPT-2 tokens hardly two have one key, and about 4 share the asked first word."""
-    assert (len(set(N.ADJECTIVES)), len(set(N.NOUNS))) == (len(N.ADJECTIVES), len(N.NOUNS)) == (912, 6840)
+    """Of the 3,300 needles in 65,536 GPT-2 tokens hardly two have one key, and about 4 share the
+    asked first word."""
+    assert (
+        (len(set(N.ADJECTIVES)), len(set(N.NOUNS)))
+        == (len(N.ADJECTIVES), len(N.NOUNS))
+        == (912, 6840)
+    )
     assert all(re.fullmatch("[a-z]+", word) for word in N.ADJECTIVES + N.NOUNS)
     task, shared = N.TASKS["niah_multikey_2"], []
     for seed in range(10):
@@ -271,11 +311,14 @@ def test_keys_repeat_as_rarely_as_in_ruler():
 def test_a_key_has_about_as_many_tokens_as_in_ruler():
     enc, rng = get_gpt2(), random.Random(0)
     sizes = [len(enc.encode_ordinary(" " + N.draw("words", rng, set()))) for _ in range(2000)]
-    assert np.mean(sizes) == pytest.approx(5.5, abs=0.1)  # as the docstring of make_sample says; RULER's have 4.6
+    assert np.mean(sizes) == pytest.approx(
+        5.5, abs=0.1
+    )  # as the docstring of make_sample says; RULER's have 4.6
 
 
 def test_a_haystack_of_needles_never_tells_what_is_asked(monkeypatch):
-    """Not even with so few pairs of words that it tells every other many times: the question has one answer."""
+    """Not even with so few pairs of words that it tells every other many times: the question has
+    one answer."""
     monkeypatch.setattr(N, "ADJECTIVES", ["red", "blue"])
     monkeypatch.setattr(N, "NOUNS", ["cat", "dog", "owl"])
     for index in range(5):
@@ -296,7 +339,8 @@ def test_string_match_all():
 
 
 def outcomes_of(monkeypatch, enc, samples, say, forced):
-    """What ask() makes of a model that says say(sample) and finds forced(answer) the most likely tokens."""
+    """What ask() makes of a model that says say(sample) and finds forced(answer) the most likely
+    tokens."""
     run, queue = Run("", make_model("nope", False), {}, enc), list(samples)
 
     def generate(model, idx, new, stop, cache):
@@ -312,7 +356,7 @@ def outcomes_of(monkeypatch, enc, samples, say, forced):
 
     monkeypatch.setattr(E, "generate", generate)
     monkeypatch.setattr(E, "score", score)
-    return E.result([E.ask(run, sample) for sample in samples])
+    return E.count_outcomes([E.ask(run, sample) for sample in samples])
 
 
 @pytest.mark.parametrize("task", N.TASKS)
@@ -327,24 +371,35 @@ def test_oracle_constant_and_half(task, enc, essay, monkeypatch):
         """Half of the values; of a single one, in every other sample."""
         if len(sample.values) > 1:
             return " and ".join(sample.values[:2])
-        return sample.values[0].upper() if samples.index(sample) % 2 else sample.values[0][:-1] + "x"
+        return (
+            sample.values[0].upper() if samples.index(sample) % 2 else sample.values[0][:-1] + "x"
+        )
 
-    oracle = outcomes_of(monkeypatch, enc, samples, lambda s: s.answer + ". And so on.", lambda answer: answer)
+    oracle = outcomes_of(
+        monkeypatch, enc, samples, lambda s: s.answer + ". And so on.", lambda answer: answer
+    )
     assert (oracle["correct"], oracle["exact"], oracle["tokens_right"], oracle["n"]) == (8, 8, 1, 8)
     assert oracle["nats_per_token"] == 0.5 and oracle["interval_95"][1] == 1
-    constant = outcomes_of(monkeypatch, enc, samples, lambda s: " 0000000", lambda answer: answer * 0)
+    constant = outcomes_of(
+        monkeypatch, enc, samples, lambda s: " 0000000", lambda answer: answer * 0
+    )
     assert (constant["correct"], constant["exact"], constant["interval_95"][0]) == (0, 0, 0)
-    tokens = sum(len(E.encode_document(enc, s.prompt + s.prefix + s.answer)) - len(s.tokens) for s in samples)
+    tokens = sum(
+        len(E.encode_document(enc, s.prompt + s.prefix + s.answer)) - len(s.tokens) for s in samples
+    )
     for place in (0, 1, -1):
         one = outcomes_of(monkeypatch, enc, samples, lambda s: s.answer, wrong_at(place))
         assert one["exact"] == 0 and one["tokens_right"] == pytest.approx(1 - 8 / tokens, abs=1e-4)
     halves = outcomes_of(monkeypatch, enc, samples, half, wrong_at(-1))
     assert halves["correct"] == 4 and halves["exact"] == 0 and 0 < halves["tokens_right"] < 1
-    assert halves["interval_95"] == pytest.approx([0.2152, 0.7848], abs=1e-4)  # Wilson's of 4 in 8, by hand
+    assert halves["interval_95"] == pytest.approx(
+        [0.2152, 0.7848], abs=1e-4
+    )  # Wilson's of 4 in 8, by hand
 
 
 def test_every_token_the_most_likely_is_greedy_decoding(monkeypatch):
-    """The teacher-forced score of a model's own greedy continuation is right at every token, up to a changed one."""
+    """The teacher-forced score of a model's own greedy continuation is right at every token, up
+    to a changed one."""
     monkeypatch.setitem(N.BUDGET, "bytes", 16)
     enc, model = get_tokenizer("bytes"), make_model("ggd", True)
     with torch.no_grad():
@@ -356,7 +411,9 @@ def test_every_token_the_most_likely_is_greedy_decoding(monkeypatch):
         outcome = E.ask(Run("", model, {}, enc), sample._replace(answer=text, values=[text]))
         assert outcome.score == 1 and outcome.right == [True] * 6 and outcome.nats > 0
         other = text[:2] + ("x" if text[2] != "x" else "y") + text[3:]
-        outcome = E.ask(Run("", model, {}, enc), sample._replace(answer=other, values=[other + "z" * 16]))
+        outcome = E.ask(
+            Run("", model, {}, enc), sample._replace(answer=other, values=[other + "z" * 16])
+        )
         assert outcome.score == 0 and outcome.right[:3] == [True, True, False]
 
 
@@ -381,16 +438,26 @@ def quick(monkeypatch):
     return asked
 
 
-def test_command_line_writes_table_records_and_picture(run, tmp_path, essay_file, monkeypatch, capsys, quick):
+def test_command_line_writes_table_records_and_picture(
+    run, tmp_path, essay_file, monkeypatch, capsys, quick
+):
     other = tmp_path / "b" / "run"
     other.mkdir(parents=True)
     (other / "last.pt").write_bytes((run / "last.pt").read_bytes())
     call(monkeypatch, run, other, *SMALL, f"--haystack_file={essay_file}")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines if ", n = 2: " in line] == [f"{tmp_path.name}/run", "b/run"]
+    assert [line.split(",")[0] for line in lines if ", n = 2: " in line] == [
+        f"{tmp_path.name}/run",
+        "b/run",
+    ]
     assert lines[1].split() == ["task", "512", "1,000", "1,050"]
-    assert lines[2].count("0% [0, 66] / 0% / ") == 2 and lines[2].count("n/a: needs at least 9") == 1
-    assert lines[3].split()[0] == "niah_multivalue" and lines[3].count("n/a: needs at least 1,113 tokens") == 3
+    assert (
+        lines[2].count("0% [0, 66] / 0% / ") == 2 and lines[2].count("n/a: needs at least 9") == 1
+    )
+    assert (
+        lines[3].split()[0] == "niah_multivalue"
+        and lines[3].count("n/a: needs at least 1,113 tokens") == 3
+    )
     for folder in (run, other):
         found = read_records(folder / "eval/ruler.jsonl")
         assert [(r["task"], r["length"], r["n"]) for r in found] == [
@@ -465,12 +532,14 @@ def test_only_lengths_that_hold_no_prompt_are_an_error(run, monkeypatch, capsys)
 
 def test_default_lengths_are_multiples_of_the_training_length(run, monkeypatch, capsys, quick):
     call(monkeypatch, run, "--tasks=niah_single_1", "--samples=1")
-    header = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["task"])
+    header = next(
+        line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["task"]
+    )
     assert header.split()[1:] == ["128", "256", "512", "1,024", "2,048"]
 
 
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys, quick):
-    monkeypatch.setattr(E.records, "PRETRAINED", run)
+    monkeypatch.setattr(R, "PRETRAINED", run)
     call(monkeypatch, "--dry_run", "--tasks=niah_single_1")
     assert capsys.readouterr().out.startswith("==== niah_single_1 at 1,024 tokens: prompt ")
     call(monkeypatch, "--tasks=niah_single_1", "--lengths=1024", "--samples=1")
@@ -482,10 +551,17 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
     call(monkeypatch, *options, f"--tokenizer={enc.name}", "--lengths=512,1050")
     printed = capsys.readouterr().out
     held = 8 if enc.name == "gpt2" else 4
-    assert printed.count("==== niah_") == 8 and printed.count("mentioned in the provided text?") == held
+    assert (
+        printed.count("==== niah_") == 8
+        and printed.count("mentioned in the provided text?") == held
+    )
     for head in re.findall(r"at (\S+) tokens: prompt (\S+) \+ answer (\S+) = (\S+)", printed):
         length, prompt, budget, total = (int(x.replace(",", "")) for x in head)
-        assert length in (512, 1050) and prompt + budget == total <= length and budget == N.BUDGET[enc.name]
+        assert (
+            length in (512, 1050)
+            and prompt + budget == total <= length
+            and budget == N.BUDGET[enc.name]
+        )
     assert ("niah_multiquery: n/a: needs at least 1,2" in printed) == (enc.name == "bytes")
     call(monkeypatch, *options, f"--tokenizer={enc.name}")
     assert capsys.readouterr().out.count("mentioned in the provided text?") == 8
@@ -495,15 +571,23 @@ def test_dry_run(run, enc, essay_file, monkeypatch, capsys):
 
 
 def test_the_default_haystack_is_in_the_working_folder_or_beside_the_program(tmp_path, monkeypatch):
-    """As everything that prepare_fineweb.py and train.py name; what the advice makes is the quick start's data."""
+    """As everything that prepare_fineweb.py and train.py name; what the advice makes is the
+    quick start's data."""
     monkeypatch.setattr(N, "__file__", str(tmp_path / "program/needles.py"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    with pytest.raises(ValueError, match="work/data/pydocs/pydocs.txt nor .*program/data/pydocs/pydocs.txt") as told:
+    with pytest.raises(
+        ValueError, match="work/data/pydocs/pydocs.txt nor .*program/data/pydocs/pydocs.txt"
+    ) as told:
         N.read_essay("")
     command = str(told.value).partition("prepare_fineweb.py ")[2].split()
-    (_, cfg), _ = configurator.parse([ModelConfig, TrainConfig], [str(ROOT / "config/ggd_bam_cpu.py")], "", "config")
-    advised, wanted = (configurator.parse([PrepareConfig], words, "")[0][0] for words in (command, cfg.prepare.split()))
+    (_, cfg), _ = configurator.parse(
+        [ModelConfig, TrainConfig], [str(ROOT / "config/ggd_bam_cpu.py")], "", "config"
+    )
+    advised, wanted = (
+        configurator.parse([PrepareConfig], words, "")[0][0]
+        for words in (command, cfg.prepare.split())
+    )
     assert advised == wanted and Path(advised.out_dir) == Path(cfg.data) == N.HAYSTACK.parent
     for place in ("program", "work"):
         (tmp_path / place / "data/pydocs").mkdir(parents=True)
@@ -544,20 +628,32 @@ def test_the_default_haystack_is_missing(run, tmp_path, monkeypatch, capsys):
 def test_errors_are_one_sentence(run, tmp_path, monkeypatch, capsys, arguments, message):
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
     (tmp_path / "latin.txt").write_bytes("Übel.".encode("latin-1"))
-    places = {"RUN": run, "EMPTY": tmp_path / "empty.txt", "LATIN": tmp_path / "latin.txt", "FOLDER": tmp_path}
+    places = {
+        "RUN": run,
+        "EMPTY": tmp_path / "empty.txt",
+        "LATIN": tmp_path / "latin.txt",
+        "FOLDER": tmp_path,
+    }
     for name, place in places.items():
         arguments = [str(argument).replace(name, str(place)) for argument in arguments]
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *arguments)
     printed = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and message in printed and printed.startswith("error: ") and "\n" not in printed
+    assert (
+        stopped.value.code == 2
+        and message in printed
+        and printed.startswith("error: ")
+        and "\n" not in printed
+    )
     assert not (run / "eval").exists()
 
 
 def test_all_runs_are_checked_before_the_first_is_tested(run, tmp_path, monkeypatch, capsys):
     bad = tmp_path / "bad"
     bad.mkdir()
-    save_checkpoint(bad / "last.pt", torch.load(run / "last.pt", weights_only=True) | {"tokenizer": "nonsense"})
+    save_checkpoint(
+        bad / "last.pt", torch.load(run / "last.pt", weights_only=True) | {"tokenizer": "nonsense"}
+    )
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, run, bad, "--tasks=niah_single_1")
     assert stopped.value.code == 2 and "unknown tokenizer" in capsys.readouterr().err

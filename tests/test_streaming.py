@@ -30,7 +30,12 @@ def test_streamed_logits_equal_full_ones(pe, ssmax, window):
     model, idx = make_model(pe, ssmax, block_size=16), tokens(150)
     model.window = window
     full = model(idx)
-    for exact, chunks in ((True, [1] * 20 + [130]), (False, [7] * 21 + [3]), (True, [64, 64, 22]), (False, [150])):
+    for exact, chunks in (
+        (True, [1] * 20 + [130]),
+        (False, [7] * 21 + [3]),
+        (True, [64, 64, 22]),
+        (False, [150]),
+    ):
         cache = S.KVCache(model, 2, 150, exact)
         parts = [S.prefill(model, part, cache, part.shape[1]) for part in idx.split(chunks, 1)]
         torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-4, rtol=1e-4)
@@ -79,7 +84,10 @@ def test_generation_stops_and_samples_by_seed():
     model, idx = make_model("ggd", True), tokens(30, B=1)
     first = S.generate(model, idx, 1).item()
     assert S.generate(model, idx, 6, stop=first).tolist() == [[first]]
-    drawn = [S.generate(model, idx, 12, 1.0, generator=torch.Generator().manual_seed(s)).tolist() for s in (3, 3, 4)]
+    drawn = [
+        S.generate(model, idx, 12, 1.0, generator=torch.Generator().manual_seed(s)).tolist()
+        for s in (3, 3, 4)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -88,7 +96,13 @@ def test_prior_strip_is_the_prior_by_distance():
     length = 40
     prior = -torch.arange(float(length)).square() * torch.tensor([[1.0], [0.5]])
     reversed_prior = torch.nn.functional.pad(prior.flip(-1), (0, S.BLOCK), value=-torch.inf)
-    for rows, begin, end, stop in ((4, 0, 9, 9), (1, 3, 12, 12), (16, 16, 32, 32), (5, 8, 16, 40), (16, 0, 40, 40)):
+    for rows, begin, end, stop in (
+        (4, 0, 9, 9),
+        (1, 3, 12, 12),
+        (16, 16, 32, 32),
+        (5, 8, 16, 40),
+        (16, 0, 40, 40),
+    ):
         strip = S.prior_strip(reversed_prior, slice(None), rows, begin, end, stop)
         assert strip.shape == (2, rows, end - begin) and strip._base is reversed_prior
         for r, c in itertools.product(range(rows), range(end - begin)):
@@ -97,15 +111,22 @@ def test_prior_strip_is_the_prior_by_distance():
             assert torch.equal(strip[:, r, c], expected)
 
 
-# Skipping ------------------------------------------------------------------------------------------------------------
+# Skipping -----------------------------------------------------------------------------------------
 
-SHAPES = {"window": (-3.24, 8.0), "laplace": (-1.5, 1.0), "uniform": (0.0, 0.0), "anti-local": (0.5, -1.0)}
+SHAPES = {
+    "window": (-3.24, 8.0),
+    "laplace": (-1.5, 1.0),
+    "uniform": (0.0, 0.0),
+    "anti-local": (0.5, -1.0),
+}
 
 
 def one_layer(ssmax, s=0.5, theta_mu=0.0, T=400, B=2):
-    """A layer with a head of each shape, and q, k, v for it, among them a key so large that it is heard far away."""
+    """A layer with a head of each shape; one of its keys is so large that it is heard far away."""
     alpha, beta = zip(*SHAPES.values(), strict=True)
-    model = make_model("ggd", ssmax, n_layer=1, theta_alpha=alpha, theta_beta=beta, theta_mu=(theta_mu,))
+    model = make_model(
+        "ggd", ssmax, n_layer=1, theta_alpha=alpha, theta_beta=beta, theta_mu=(theta_mu,)
+    )
     if ssmax:
         torch.nn.init.constant_(model.blocks[0].attn.s, s)
     generator = torch.Generator().manual_seed(2)
@@ -118,8 +139,11 @@ def dense_posterior(model, q, k):
     """In float64: (B, H, T, T)."""
     attn, T = model.blocks[0].attn, q.shape[2]
     distance = torch.arange(T)[:, None] - torch.arange(T)
-    scale = torch.arange(1, T + 1).double().log()[:, None] if attn.prior_has_row_scale else 1.0
-    scores = q.double() @ k.double().transpose(-1, -2) + scale * attn.log_prior(T).double()[:, distance.clamp(min=0)]
+    _, scale = attn.ssmax(torch.arange(1, T + 1).double().log()[:, None])
+    scores = (
+        q.double() @ k.double().transpose(-1, -2)
+        + scale * attn.log_prior(T).double()[:, distance.clamp(min=0)]
+    )
     return scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
 
 
@@ -127,17 +151,20 @@ def attended(model, q, k, v, exact=False):
     T = q.shape[2]
     cache = S.KVCache(model, 2, T, exact)
     cache.layers[0].append(0, k, v)
-    return S.attend(cache, cache.layers[0], q, T, model.layout(torch.arange(T)[None])), cache
+    _, row_scale = model.blocks[0].attn.ssmax(model.layout(torch.arange(T)[None]).log_n)
+    return S.attend(cache, cache.layers[0], q, T, row_scale), cache
 
 
 def watch_left_out(monkeypatch, posterior):
-    """Lets `needed_blocks` also note, for each head, the largest posterior mass that a query loses."""
+    """Lets `needed_blocks` note, for each head, the largest posterior mass that a query loses."""
     left_out, needed_blocks = torch.zeros(4), S.needed_blocks
 
     def watched(queries, log_evidence, norms, *rest):
         needed = needed_blocks(queries, log_evidence, norms, *rest)
         rows = posterior[:, :, queries.stop - queries.q.shape[2] : queries.stop]
-        far = rows[..., : norms.shape[-1] * S.BLOCK].unflatten(-1, (-1, S.BLOCK)).sum(-1)  # (B, H, R, blocks)
+        far = (
+            rows[..., : norms.shape[-1] * S.BLOCK].unflatten(-1, (-1, S.BLOCK)).sum(-1)
+        )  # (B, H, R, blocks)
         mass = (far * ~needed[:, None]).sum(-1).amax((0, 2))
         left_out.copy_(torch.maximum(left_out, mass.float()))
         return needed
@@ -157,19 +184,27 @@ def test_skipping_leaves_out_less_than_the_tolerance(monkeypatch, ssmax, s, thet
     out, cache = attended(model, q, k, v)
     assert left_out.max() <= tolerance
     difference = (out - attended(model, q, k, v, exact=True)[0]).abs().max()
-    assert difference <= (2 * tolerance + 1e-5) * v.abs().max()  # 1e-5: rounding, since other products are taken
+    assert (
+        difference <= (2 * tolerance + 1e-5) * v.abs().max()
+    )  # 1e-5: rounding, since other products are taken
     skipped = dict(zip(SHAPES, cache.skipped()[0].tolist(), strict=True))
     assert skipped["uniform"] == 0
     if s > 0:
-        assert skipped["window"] > 0.8 and 0 < skipped["laplace"] < 0.8 and skipped["anti-local"] == 0
-    else:  # turned round: only the own token is left of the anti-local head, and the other two look as far as they can
-        assert skipped["window"] == skipped["laplace"] == 0 and (theta_mu or skipped["anti-local"] > 0.8)
+        assert (
+            skipped["window"] > 0.8 and 0 < skipped["laplace"] < 0.8 and skipped["anti-local"] == 0
+        )
+    else:  # turned round: the anti-local head keeps the own token, the others look far away
+        assert skipped["window"] == skipped["laplace"] == 0 and (
+            theta_mu or skipped["anti-local"] > 0.8
+        )
 
 
-@pytest.mark.parametrize(("s", "theta_beta", "theta_mu"), [(0.5, 1.0, 0.0), (0.5, 0.02, 0.0), (-0.5, -2.0, 0.9)])
+@pytest.mark.parametrize(
+    ("s", "theta_beta", "theta_mu"), [(0.5, 1.0, 0.0), (0.5, 0.02, 0.0), (-0.5, -2.0, 0.9)]
+)
 @torch.no_grad()
 def test_skipped_mass_where_nothing_but_the_prior_counts(monkeypatch, s, theta_beta, theta_mu):
-    """Content 0, where its bound is tight; a straight, a nearly flat and a flat tail of all heights."""
+    """Content 0, where its bound is tight; a straight, a nearly flat and a flat tail."""
     skipped = []
     for start in torch.arange(-2.0, 5.0, 0.2).tolist():
         model, q, k, v = one_layer(True, s, theta_mu, T=100)
@@ -185,15 +220,21 @@ def test_skipped_mass_where_nothing_but_the_prior_counts(monkeypatch, s, theta_b
 
 @torch.no_grad()
 def test_a_large_key_far_away_is_heard_through_a_falling_prior():
-    """Content counts in the bound: without the keys' norms the Laplace head would skip the one key that matters."""
+    """Without the keys' norms in the bound the Laplace head would skip the key that matters."""
     model, q, k, v = one_layer(True)
     assert dense_posterior(model, q, k)[1, 1, 380, 5] > 0.99
-    torch.testing.assert_close(attended(model, q, k, v)[0][1, 1, 380], v[1, 1, 5], atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        attended(model, q, k, v)[0][1, 1, 380], v[1, 1, 5], atol=0.01, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
 def test_exact_and_skipping_scores_agree(pe, ssmax):
-    local = {"theta_alpha": (-3.24, -1.0, 0.0, 0.0), "theta_beta": (8.0, 1.5, 0.0, -2.0)} if pe == "ggd" else {}
+    local = (
+        {"theta_alpha": (-3.24, -1.0, 0.0, 0.0), "theta_beta": (8.0, 1.5, 0.0, -2.0)}
+        if pe == "ggd"
+        else {}
+    )
     model, idx = make_model(pe, ssmax, **local), tokens(400)
     caches = [S.KVCache(model, 2, 399, exact=exact) for exact in (False, True)]
     skipping, exact = (S.score(model, idx, 20, cache) for cache in caches)
@@ -214,7 +255,7 @@ def test_a_window_limits_the_work():
     assert cache.layers[0].visible < 100  # of more than 25 * 26 / 2 = 325
 
 
-# The cache -----------------------------------------------------------------------------------------------------------
+# The cache ----------------------------------------------------------------------------------------
 
 
 def test_rewound_cache_goes_on_as_if_it_had_never_seen_the_rest():
@@ -270,12 +311,14 @@ def test_half_precision_keys_and_values(dtype):
 
 
 def test_cache_of_the_120m_model_at_524288_tokens():
-    """On the meta device: 12 layers x 2 x 768 channels in 2 bytes; the priors and norms beside them are under 3%."""
+    """On the meta device: 12 x 2 x 768 channels in 2 bytes; priors and norms are under 3%."""
     with torch.device("meta"):
         model = GPT(ModelConfig(vocab_multiple=64))
         cache = S.KVCache(model, 1, 2**19, dtype=torch.float16)
     assert S.cache_bytes(model.cfg, 1, 2**19, torch.float16) == 18 * 2**30
-    held = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+    held = [
+        t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)
+    ]
     assert sum(t.nbytes for t in held) < 1.03 * 18 * 2**30
 
 
@@ -284,15 +327,15 @@ def test_a_cache_that_no_memory_could_hold_is_refused():
         S.KVCache(make_model("nope", False), 1, 2**50)
 
 
-# Exactness of positions ----------------------------------------------------------------------------------------------
+# Exactness of positions ---------------------------------------------------------------------------
 
 FAR = torch.tensor([0, 1, 65_535, 524_287, 999_999, 1_000_000])
 
 
 def test_positions_are_exact_to_a_million_tokens():
-    """ln n, RoPE's cos and sin, the sinusoidal table and the distance, against float64 by Python's math."""
+    """ln n, RoPE's cos and sin, the sinusoidal table, against float64 by Python's math."""
     model = make_model("rope", True)
-    _, log_n, (cos, sin), _ = model.layout(FAR[None])
+    _, log_n, (cos, sin), *_ = model.layout(FAR[None])
     table = sinusoidal_table(FAR, 32) * math.sqrt(32)
     for row, position in enumerate(FAR.tolist()):
         assert log_n[0, 0, row, 0].item() == pytest.approx(math.log(position + 1), rel=1e-6)
@@ -312,12 +355,16 @@ def test_priors_are_exact_to_a_million_tokens():
     cases = {"theta_alpha": alpha, "theta_beta": beta, "theta_mu": mu}
     attn = make_model("ggd", False, **cases).blocks[0].attn
     prior, added = attn.prior(1_000_001).detach(), attn.log_prior(1_000_001)
-    torch.testing.assert_close(added.double(), prior - prior.amax(1, keepdim=True), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        added.double(), prior - prior.amax(1, keepdim=True), rtol=1e-6, atol=0
+    )
     alibi = make_model("alibi", True).blocks[0].attn.log_prior(1_000_001)
     for d in FAR.tolist():
         for h, (alpha, beta, mu) in enumerate(zip(*cases.values(), strict=True)):
             base = abs(-d - 2 * math.sinh(mu)) + 1e-5
-            assert prior[h, d].item() == pytest.approx(-math.exp(alpha + beta * math.log(base)), rel=3e-5)
+            assert prior[h, d].item() == pytest.approx(
+                -math.exp(alpha + beta * math.log(base)), rel=3e-5
+            )
         assert alibi[:, d].tolist() == [-d / 4, -d / 16, -d / 64, -d / 256]
 
 
@@ -338,17 +385,20 @@ def test_what_does_not_fit_is_refused():
         S.score(model, idx, 20)
 
 
-# Against the dense model in float64 ----------------------------------------------------------------------------------
+# Against the dense model in float64 ---------------------------------------------------------------
 
 
 def dense_attention(cfg, p, layer, q, k, v, first):
-    """Attention of the queries from `first` on, in blocks; q (H, T - first, D), k, v (H, T, D), all float64."""
+    """Of the queries from `first` on, in blocks; q (H, T - first, D), k, v (H, T, D), float64."""
     (H, T, D), out = k.shape, torch.empty_like(q)
     log_n = torch.arange(1, T + 1).double().log()
     sharp = p[f"blocks.{layer}.attn.s"][:, None] * log_n if cfg.ssmax else torch.ones(H, T).double()
     prior, scale = None, torch.ones(H, T).double()
     if cfg.pe == "ggd":
-        prior, scale = torch.stack([reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]), sharp
+        prior, scale = (
+            torch.stack([reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]),
+            sharp,
+        )
     elif cfg.pe == "alibi":
         prior = -torch.tensor(reference.slopes(H)).double()[:, None] * torch.arange(T)
     q = q * sharp[:, first:, None] / math.sqrt(D)
@@ -382,8 +432,13 @@ def dense_score(model, idx, n_last):
             q, k = (torch.complex(*t.chunk(2, -1)) * turn for t in (q, k))
             q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
         y = dense_attention(cfg, p, layer, q[:, first:], k, v, first)
-        x = x[first:] + y.transpose(0, 1).reshape(T - first, cfg.n_embd) @ p[name + "attn.out.weight"].T
-        gate, up = (reference.norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T).chunk(2, -1)
+        x = (
+            x[first:]
+            + y.transpose(0, 1).reshape(T - first, cfg.n_embd) @ p[name + "attn.out.weight"].T
+        )
+        gate, up = (
+            reference.norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T
+        ).chunk(2, -1)
         x = x + (gate * torch.sigmoid(gate) * up) @ p[name + "mlp.down.weight"].T
     logits = reference.norm(x[-n_last:], p["norm.weight"]) @ p["head.weight"].T
     return logits.log_softmax(-1).gather(1, idx[-n_last:, None])[:, 0]
@@ -396,9 +451,15 @@ def assert_score_is_dense(model, T):
 
 
 def default_model(pe, ssmax, **changes):
-    """The shape of config/ggd_bam_cpu.py; with ggd every layer starts with two windows and two anti-local heads."""
-    start = {"theta_alpha": (-3.24, -16.64, 0.0, 0.0), "theta_beta": (8.0, 8.0, -1.0, -2.0)} if pe == "ggd" else {}
-    model = make_model(pe, ssmax, **{"n_layer": 3, "n_embd": 128, "block_size": 256, **start, **changes})
+    """The shape of config/ggd_bam_cpu.py; with ggd two windows and two anti-local heads a layer."""
+    start = (
+        {"theta_alpha": (-3.24, -16.64, 0.0, 0.0), "theta_beta": (8.0, 8.0, -1.0, -2.0)}
+        if pe == "ggd"
+        else {}
+    )
+    model = make_model(
+        pe, ssmax, **{"n_layer": 3, "n_embd": 128, "block_size": 256, **start, **changes}
+    )
     for block in model.blocks if ssmax else ():
         torch.nn.init.constant_(block.attn.s, 0.18)
     return model
@@ -421,7 +482,9 @@ def test_score_at_20_000_tokens_is_the_dense_one_in_float64(monkeypatch, pe, ssm
 def test_score_at_200_000_tokens_is_the_dense_one_in_float64(monkeypatch, pe, ssmax):
     monkeypatch.undo()
     theta = {"theta_alpha": (0.0,), "theta_beta": (-1.0,)} if pe == "ggd" else {}
-    assert_score_is_dense(default_model(pe, ssmax, n_layer=2, n_head=1, n_embd=16, **theta), 200_000)
+    assert_score_is_dense(
+        default_model(pe, ssmax, n_layer=2, n_head=1, n_embd=16, **theta), 200_000
+    )
 
 
 @pytest.mark.cuda
@@ -434,11 +497,16 @@ def test_cuda_score_is_the_dense_one(monkeypatch, pe, ssmax, dtype):
     expected = dense_score(model, idx[0], 20)
     model = model.cuda()
     log_p, _ = S.score(model, idx.cuda(), 20, S.KVCache(model, 1, 1999, dtype=dtype))
-    torch.testing.assert_close(log_p[0].double().cpu(), expected, atol=1e-4 if dtype else 0.02, rtol=0)
+    torch.testing.assert_close(
+        log_p[0].double().cpu(), expected, atol=1e-4 if dtype else 0.02, rtol=0
+    )
 
 
 @pytest.mark.cuda
 def test_cuda_tiles_fit_the_free_memory():
     cache = S.KVCache(make_model("ggd", True).cuda(), 1, 1000)
     assert cache.layers[0].keys.dtype == torch.float16
-    assert 0 < cache.tile_scores * 8 <= torch.cuda.mem_get_info()[0] and cache.chunk_tokens == S.CUDA_CHUNK_TOKENS
+    assert (
+        0 < cache.tile_scores * 8 <= torch.cuda.mem_get_info()[0]
+        and cache.chunk_tokens == S.CUDA_CHUNK_TOKENS
+    )

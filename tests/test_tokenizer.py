@@ -5,7 +5,7 @@ import pytest
 import requests
 import tiktoken
 
-from tokenizer import EOT, encode_document, get_tokenizer, split_long_runs
+from data import EOT, encode_document, get_tokenizer, split_long_runs
 
 TEXTS = {
     "newlines": "a\nb\r\n\n\tc  d \n",
