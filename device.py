@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import time
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,7 @@ class Processes(NamedTuple):
 
     def leave(self) -> None:
         if self.world > 1:
+            time.sleep(0.1)  # gloo's threads may still need Python's lock, which destroying holds
             dist.destroy_process_group()
 
     def mean(self, t: Tensor) -> Tensor:
