@@ -9,6 +9,7 @@ import reference
 import torch
 from conftest import ENCODINGS, make_model
 
+import model as M
 import plot_priors as P
 import runs
 import streaming
@@ -101,7 +102,7 @@ def test_classes_do_not_depend_on_where_the_centre_is(theta_beta, s, mu, name):
 
 
 def test_effective_width():
-    """Closed forms: the uniform prior, a geometric one, a head turned round that sees only itself, and the reverse."""
+    """Closed forms: uniform, geometric, and two heads turned round: only itself, only the first."""
     uniform = make_model("nope", True)
     assert P.tabulate_heads(uniform)[0]["width_512"] == math.ceil(0.9 * 512) - 1
     for row, slope in zip(
@@ -147,9 +148,9 @@ def text(T=100):
     return torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
 
 
-def all_of(p):
-    """(..., T, 4): prior, content, posterior, ln Z."""
-    return torch.stack((*p[:3], p.log_z[..., None].expand_as(p.prior)), dim=-1)
+def all_of(parts, log_z):
+    """(H, R, 4, T): prior, content, posterior, ln Z."""
+    return torch.cat((parts, log_z[..., None, None].expand_as(parts[:, :, :1])), dim=-2)
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -159,8 +160,9 @@ def test_rows_are_those_of_the_model_and_obey_theorem_1(pe, ssmax, monkeypatch):
     monkeypatch.setattr(P, "SCORES_AT_ONCE", 4 * 100 * 3)
     model, idx, rows = make_model(pe, ssmax), text(), torch.tensor([0, 1, 7, 50, 98, 99])
     for got, expected in zip(P.look(model, idx, rows, all_of), model.posteriors(idx), strict=True):
-        torch.testing.assert_close(got.float(), all_of(expected)[0][:, rows], rtol=1e-3, atol=1e-3)
-        prior, content, posterior, log_z = got.unbind(-1)
+        own = all_of(torch.stack(expected[:3], dim=-2)[0], expected.log_z[0])[:, rows]
+        torch.testing.assert_close(got.float(), own, rtol=1e-3, atol=1e-3)
+        prior, content, posterior, log_z = got.unbind(-2)
         for part in (prior, content, posterior):
             torch.testing.assert_close(
                 part.sum(-1), torch.ones(4, 6, dtype=torch.float64), rtol=0, atol=1e-9
@@ -172,10 +174,10 @@ def test_log_z_is_ln_n_where_the_prior_is_uniform():
     """theta = 0, and its bound: never below 0, whatever the prior."""
     rows = torch.arange(100)
     for log_z in P.look(
-        make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda p: p.log_z
+        make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda _, log_z: log_z
     ):
         torch.testing.assert_close(log_z, (rows + 1).double().log().expand(4, -1))
-    for log_z in P.look(make_model("ggd", True), text(), rows, lambda p: p.log_z):
+    for log_z in P.look(make_model("ggd", True), text(), rows, lambda _, log_z: log_z):
         assert log_z.min() >= -1e-12 and (log_z - (rows + 1).log()).abs().max() > 0.1
 
 
@@ -225,7 +227,7 @@ def test_mass_on_the_needle_and_the_heads_that_retrieve():
             torch.testing.assert_close(mass[i, layer].float(), expected, rtol=1e-3, atol=1e-5)
     masses = torch.zeros(2, 3, 2, 4)
     masses[:, 2, 1, 2], masses[:, 2, 0, 3], masses[0, 2, 0, 1] = 0.9, 0.5, 0.6
-    assert P.most_retrieving(masses, 3) == [(1, 2), (0, 3), (0, 1)]
+    assert P.rank_heads(masses)[:3] == [(1, 2), (0, 3), (0, 1)]
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -285,6 +287,43 @@ def test_a_model_with_a_prior(run, monkeypatch, capsys):
             line.split()[:1] == [row["head"]] and row["class"] in line
             for line in printed.splitlines()
         )
+
+
+class CauchyPrior(torch.nn.Module):
+    takes_ssmax = True
+
+    def __init__(self, cfg, layer=0):
+        super().__init__()
+        self.theta_width = torch.nn.Parameter(torch.linspace(0, 3, cfg.n_head))
+
+    def forward(self, n):
+        distance = torch.arange(n, device=self.theta_width.device)
+        return -torch.log1p((distance / self.theta_width.exp()[:, None]).square())
+
+
+def test_a_new_prior_is_drawn_and_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(M.PRIORS, "cauchy", CauchyPrior)
+    monkeypatch.setattr(M, "ENCODINGS", (*M.ENCODINGS, "cauchy"))
+    run = save_run(tmp_path / "run", model := make_model("cauchy", True))
+    log = [json.dumps({"step": step} | model.prior_values()) for step in (10, 20)]
+    (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
+    assert [
+        axis.get_ylabel().split()[0]
+        for axis in P.learned_training(runs.read_records(run / "log.jsonl")).axes
+    ] == ["theta_width", "s"]
+    call(monkeypatch, run, "--lengths=150", "--depths=1")
+    assert "head  theta_width" in capsys.readouterr().out
+    (record,) = runs.read_records(run / "eval/priors.jsonl")
+    assert set(record["heads"][0]) == {
+        "head",
+        "theta_width",
+        "s",
+        "width_512",
+        "width_8192",
+        "needle",
+    }
+    learned = {"learned_priors", "learned_training"}
+    assert pictures(run / "eval") == learned | {"prompt_curves", "prompt_maps", "prompt_log_z"}
 
 
 @pytest.mark.parametrize("pe", ["nope", "sinusoidal", "rope", "alibi"])
