@@ -47,7 +47,7 @@ PARTS = {  # content is broad, so that it shows under a posterior that equals it
     "content": {"ls": "-", "color": "#56b4e9", "lw": 4},
     "posterior": {"ls": "-", "color": "black", "lw": 1},
 }
-BINS = 256  # runs of keys, in pictures of a whole context
+BINS = 256  # groups of keys, in pictures of a whole context
 LAST_QUERIES = 16  # rows of a heat map
 Z_QUERIES = 256  # places along the prompt where ln Z is shown
 FLOOR = 1e-6  # smallest probability drawn
@@ -87,10 +87,6 @@ def acting_prior(attn: CausalSelfAttention, n: int) -> Tensor:
         return torch.zeros(attn.cfg.n_head, n, dtype=torch.float64)
     _, row_scale = attn.ssmax(torch.tensor(math.log(n), dtype=torch.float64))
     return prior.double().cpu() * row_scale
-
-
-def has_prior(model: GPT) -> bool:
-    return model.blocks[0].attn.prior is not None
 
 
 def effective_width(prior: Tensor) -> int:
@@ -194,16 +190,15 @@ def scale_distances(axis, n: int, log: bool) -> None:
 # Theory -------------------------------------------------------------------------------------------
 
 
-def layer_of(pe: str, heads: int, ssmax: bool = False, **thetas) -> CausalSelfAttention:
-    """An attention layer with these priors and s = 1, as a model has it."""
-    cfg = ModelConfig(pe=pe, n_head=heads, n_embd=2 * heads, ssmax=ssmax, **thetas)
-    return CausalSelfAttention(cfg)
+def layer_of(pe: str, n_head: int, **options) -> CausalSelfAttention:
+    """An attention layer as a model has it, with s = 1."""
+    return CausalSelfAttention(ModelConfig(pe=pe, n_head=n_head, n_embd=2 * n_head, **options))
 
 
 def ggd_priors(alpha: float, n: int, ssmax: bool = False) -> Tensor:
     """(BETAS, n): acting priors at the scale alpha, the distance in tokens at which b = -1."""
-    thetas = tuple(-beta * math.log(alpha) for beta in BETAS)
-    return acting_prior(layer_of("ggd", len(BETAS), ssmax, theta_alpha=thetas, theta_beta=BETAS), n)
+    thetas = {"theta_alpha": tuple(-b * math.log(alpha) for b in BETAS), "theta_beta": BETAS}
+    return acting_prior(layer_of("ggd", len(BETAS), ssmax=ssmax, **thetas), n)
 
 
 def theory_priors(n: int = 512) -> Figure:
@@ -222,14 +217,13 @@ def theory_priors(n: int = 512) -> Figure:
             for label, (b, dot) in points_of.items():
                 axis.plot(x[at], shape(b)[x[at]], dot, fillstyle="none", label=label)
             scale_distances(axis, n, log=row % 2 == 1)
-            axis.set_title(f"$\\alpha$ = {alpha} tokens", fontsize=10)
             axis.set(ylim=(-10, 0.5), ylabel="log-prior below its maximum (nats)")
             if row > 1:
                 axis.set(yscale="log", ylim=(1e-5, 1.2), ylabel="prior p(distance)")
+            axis.set_title(f"$\\alpha$ = {alpha} tokens", fontsize=10)
     legend = axes[0, 0].get_legend_handles_labels()
     figure.legend(*legend, loc="outside right upper", handlelength=3.5)
-    keys = f"over the {n} keys that a query sees"
-    figure.suptitle(f"Generalized Gaussian priors {keys}, without SSMax")
+    figure.suptitle(f"Generalized Gaussian priors over {n} keys in view, without SSMax")
     return figure
 
 
@@ -382,9 +376,9 @@ def make_views(run: Run, cfg: PlotConfig) -> dict[int, list[View]]:
 
 @torch.no_grad()
 def look(model: GPT, idx: Tensor, rows: Tensor, keep: Callable) -> Iterator[Tensor]:
-    """For each layer and the queries at `rows` (R,) of idx (1, T) what keep takes, (H, R, ...), of
-    prior, content and posterior (H, R, 3, T) and ln Z (H, R). The prompt streams through the model
-    while hooks copy what each attention reads."""
+    """For each layer keep(parts, log_z) -> (H, R, ...) of the queries at `rows` (R,) of idx (1, T).
+    parts (H, R, 3, T): prior, content and posterior; log_z (H, R). The prompt streams through the
+    model while hooks copy what each attention reads."""
     device, T = model.embedding.weight.device, idx.shape[1]
     inputs: list[list[Tensor]] = [[] for _ in model.blocks]
     hooks = [
@@ -395,13 +389,13 @@ def look(model: GPT, idx: Tensor, rows: Tensor, keep: Callable) -> Iterator[Tens
     for hook in hooks:
         hook.remove()
     layout = model.layout(torch.arange(T, device=device)[None])
-    blocks_of_rows = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
+    chunks = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
     for block, xs in zip(model.blocks, inputs, strict=True):
         q, k, _ = block.attn.project(torch.cat(xs, dim=1), layout)
         q, k = q.double(), k.double()  # exact enough to show posterior = prior x content x Z
-        theorems = (block.attn.posterior(q, k, layout, some) for some in blocks_of_rows)
-        taken = [keep(torch.stack(p[:3], dim=-2)[0], p.log_z[0]).cpu() for p in theorems]
-        yield torch.cat(taken, dim=1)
+        posteriors = (block.attn.posterior(q, k, layout, chunk) for chunk in chunks)
+        kept = [keep(torch.stack(p[:3], dim=-2)[0], p.log_z[0]).cpu() for p in posteriors]
+        yield torch.cat(kept, dim=1)
 
 
 def weigh_needle(model: GPT, view: View) -> Tensor:
@@ -420,19 +414,19 @@ def rank_heads(masses: Tensor) -> list[Head]:
 
 def list_parts(model: GPT) -> list:
     """(index, (name, line)) of what there is to draw: prior (if any), content, posterior."""
-    return list(enumerate(PARTS.items()))[0 if has_prior(model) else 1 :]
+    parts = list(enumerate(PARTS.items()))
+    return parts[1:] if model.blocks[0].attn.prior is None else parts
 
 
-def point_at_needle(axis, view: View) -> None:
-    """An arrow above every place of it."""
-    arrow = {"arrowprops": {"arrowstyle": "-|>"}, "annotation_clip": False}
-    units = {"xycoords": axis.get_xaxis_transform(), "textcoords": "offset points"}
-    for begin, end in find_spans(view.needle):
-        axis.annotate("", ((begin + end) / 2, 1.0), (0, 12), **arrow, **units)
+def point_at_needle(axis, needle: Tensor) -> None:
+    """A mark at the upper edge for every place of it."""
+    places = find_spans(needle).mean(1)
+    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+    axis.plot(places, np.ones(len(places)), "kv", **edge)
 
 
 def bin_keys(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(..., T) -> the edges of at most BINS runs of keys, and the largest value in each run."""
+    """(..., T) -> the edges of at most BINS groups of keys, and the largest value in each."""
     edges = np.unique(np.linspace(0, p.shape[-1], BINS + 1).astype(int))
     return edges, np.maximum.reduceat(p.numpy(), edges[:-1], axis=-1).clip(min=FLOOR)
 
@@ -456,11 +450,11 @@ def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[T
             label = f"{name}:\n{p[-1, i, view.needle].sum():.2g} on the needle"
             whole.stairs(highest[i], edges, baseline=None, label=label, **line)
             zoom.plot(near, p[-1, i, near].clamp(min=FLOOR), **line)
-        point_at_needle(whole, view)
+        point_at_needle(whole, view.needle)
         whole.set(yscale="log", ylim=(FLOOR, 2), ylabel="probability, last query")
         whole.set_xlabel("position of the key (tokens)")
         coupling = f"ln Z = {log_z[layer][h, -1]:.2f} nats, ln n = {math.log(T):.2f}"
-        whole.set_title(f"head {layer}.{h}: {coupling}", fontsize=9, pad=15)
+        whole.set_title(f"head {layer}.{h}: {coupling}", fontsize=9)
         zoom.legend(*whole.get_legend_handles_labels(), fontsize=8, **BESIDE)
         zoom.axvspan(begin - 0.5, min(end, near[-1] + 1) - 0.5, color="0.9")
         zoom.set_xticks(near, tokens, fontsize=6, parse_math=False)
@@ -479,13 +473,13 @@ def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
         for (i, (name, _)), axis in zip(kinds, line, strict=True):
             colors = {"norm": LogNorm(1e-5, 1), "cmap": "cividis"}
             mesh = axis.pcolormesh(edges, np.arange(rows + 1), highest[:, i], **colors)
-            point_at_needle(axis, view)
-            axis.set_title(f"head {layer}.{h}: {name}", fontsize=9, pad=15)
+            point_at_needle(axis, view.needle)
+            axis.set_title(f"head {layer}.{h}: {name}", fontsize=9)
             axis.tick_params(axis="y", labelsize=7)
     tokens = label_tokens(run.enc, view.idx[0, -rows:])
     axes[0, 0].set_yticks(np.arange(rows) + 0.5, tokens, parse_math=False)
     axes[0, 0].invert_yaxis()
-    figure.supxlabel("position of the key (tokens); the arrow points at the needle")
+    figure.supxlabel("position of the key (tokens); the triangle points at the needle")
     figure.supylabel(f"token at the query (answer: the last {view.answers})")
     figure.colorbar(mesh, ax=axes, label="probability", extend="min")
     return figure
@@ -498,8 +492,8 @@ def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> F
     for (layer, h), axis in np.ndenumerate(axes):
         axis.plot(places, log_z[layer][h], "k.", ms=2, label="ln Z")
         axis.plot(places, (places + 1).log(), **bound)
-        for begin, end in find_spans(view.needle):
-            axis.axvline((begin + end) / 2, color="0.6", lw=1, zorder=0, label="needle")
+        for place in find_spans(view.needle).mean(1):
+            axis.axvline(place, color="0.6", lw=1, zorder=0, label="needle")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     title = f"{runs.name_of(run.path)}, n = 1 prompt"
     figure.legend(handles[:3], labels[:3], loc="upper center", ncols=3, title=title)
@@ -509,13 +503,13 @@ def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> F
 def needle_mass(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> Figure:
     """Mass on the needle by length, for some heads; masses[length] (prompts, 3, L, H)."""
     figure, axes = panels(1, len(heads), 4.2, 3.6, sharey=True)
-    values = {n: mass.clamp(min=FLOOR) for n, mass in masses.items()}
     for (layer, h), axis in zip(heads, axes[0], strict=True):
-        axis.set_prop_cycle(color=[line["color"] for _, (_, line) in list_parts(run.model)])
-        curves = {}
-        for i, (name, _) in list_parts(run.model):
-            by_length = {n: mass[:, i, layer, h] for n, mass in values.items()}  # (prompts,) each
-            curves[name] = [(n, y.mean(), y.amin(), y.amax()) for n, y in by_length.items()]
+        curves, colors = {}, []
+        for i, (name, line) in list_parts(run.model):
+            values = {n: mass[:, i, layer, h].clamp(min=FLOOR) for n, mass in masses.items()}
+            curves[name] = [(n, y.mean(), y.amin(), y.amax()) for n, y in values.items()]
+            colors.append(line["color"])
+        axis.set_prop_cycle(color=colors)
         runs.draw_curves(axis, curves, run.trained)
         axis.set(yscale="log", xlabel="length of the prompt (tokens)", title=f"head {layer}.{h}")
     axes[0, 0].set_ylabel("mass on the needle")
@@ -529,13 +523,10 @@ def needle_mass(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> Figur
 
 
 def find_heads(names: tuple[str, ...], model: GPT) -> list[Head]:
-    heads = {
-        f"{layer}.{h}": (layer, h) for layer, h in np.ndindex(model.cfg.n_layer, model.cfg.n_head)
-    }
-    for name in names:
-        if name not in heads:
-            raise ValueError(f"no head {name}; give layer.head, from 0.0 to {list(heads)[-1]}")
-    return [heads[name] for name in dict.fromkeys(names)]
+    known = [f"{layer}.{h}" for layer, h in np.ndindex(model.cfg.n_layer, model.cfg.n_head)]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"no head {unknown[0]}; give layer.head, from 0.0 to {known[-1]}")
+    return [divmod(known.index(name), model.cfg.n_head) for name in dict.fromkeys(names)]
 
 
 def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
@@ -544,28 +535,28 @@ def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
     log_z = list(look(run.model, view.idx, places, lambda _, log_z: log_z))
     last = torch.arange(T)[-LAST_QUERIES:]
     parts: dict[Head, Tensor] = dict.fromkeys(heads)
-    for layer, all_heads in enumerate(look(run.model, view.idx, last, lambda parts, _: parts)):
-        parts |= {head: all_heads[head[1]] for head in heads if head[0] == layer}
+    for layer, by_head in enumerate(look(run.model, view.idx, last, lambda parts, _: parts)):
+        parts |= {head: by_head[head[1]] for head in heads if head[0] == layer}
     title = f"{runs.name_of(run.path)}, n = 1 prompt of {T:,} tokens"
-    title += f", the largest probability in each of {BINS} runs of keys" * (T > BINS)
+    title += f", the largest probability in each of {BINS} groups of keys" * (T > BINS)
     for name, figure in (
         ("prompt_curves", prompt_curves(run, view, parts, log_z)),
         ("prompt_maps", prompt_maps(run, view, parts)),
     ):
         figure.suptitle(title)
         save(figure, folder, f"{name}.png")
-    if has_prior(run.model):
+    if run.model.blocks[0].attn.prior is not None:
         save(prompt_log_z(run, view, places, log_z), folder, "prompt_log_z.png")
 
 
 def draw_run(run: Run, views: dict[int, list[View]], heads: list[Head], cfg: PlotConfig) -> None:
     """A model's pictures, table and record."""
     model, folder, rows = run.model, runs.folder_of(run.path), tabulate_heads(run.model)
-    if has_prior(model):
-        save(learned_priors(model), folder, "learned_priors.png")
-    else:
+    if model.blocks[0].attn.prior is None:
         effect = "adds no prior to the scores, so posterior = content and ln Z = ln n"
         print(f"{run.path}: {model.cfg.pe} {effect}")
+    else:
+        save(learned_priors(model), folder, "learned_priors.png")
     if {"theta_alpha", "theta_beta"} <= set(rows[0]):
         save(learned_heads(rows, model.cfg.n_layer), folder, "learned_heads.png")
     if figure := learned_training(runs.read_records(folder.parent / "log.jsonl")):
