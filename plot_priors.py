@@ -52,6 +52,7 @@ LAST_QUERIES = 16  # rows of a heat map
 Z_QUERIES = 256  # places along the prompt where ln Z is shown
 FLOOR = 1e-6  # smallest probability drawn
 SCORES_AT_ONCE = 2**22  # float64: 32 MiB
+Head = tuple[int, int]  # layer and head, from 0
 
 
 @dataclass
@@ -95,12 +96,10 @@ def effective_width(prior: Tensor) -> int:
 
 
 def classify(prior: Tensor, theta_beta: float) -> str:
-    """What an acting prior (n,) does, with the paper's border at theta_beta = -0.6.
-
-    One that falls from its centre, the own token or the one that mu names, is local. A uniform one
-    counts as retrieval, as theta_beta = 0 does in the paper. s < 0, which shows in a positive sum,
-    turns theta_beta < 0 into local, and theta_beta > 0 into a prior that rises up to the beginning
-    of the text: farthest."""
+    """What an acting prior (n,) does, with the paper's border at theta_beta = -0.6. One that falls
+    from its centre, the own token or mu, is local. A uniform one counts as retrieval, as
+    theta_beta = 0 does in the paper. s < 0, which shows in a positive sum, turns theta_beta < 0
+    into local, and theta_beta > 0 into farthest: it rises up to the beginning of the text."""
     if prior.min() == prior.max():
         return "retrieval"
     if (theta_beta > 0) == (prior.sum() < 0).item():
@@ -109,9 +108,8 @@ def classify(prior: Tensor, theta_beta: float) -> str:
 
 
 def tabulate_heads(model: GPT) -> list[dict]:
-    """A row a head: theta and s, the scale alpha in tokens (None if it is none, as for
-    theta_beta = 0, or beyond any float), class and effective widths, as far as its prior has them.
-    """
+    """A row a head: theta and s, the scale alpha in tokens (None for theta_beta = 0 and beyond any
+    float), class and effective widths; of these what its prior has."""
     values, rows = model.prior_values(), []
     for layer, block in enumerate(model.blocks):
         priors = {n: acting_prior(block.attn, n) for n in WIDTHS}
@@ -255,8 +253,8 @@ def theory_fading() -> Figure:
         for i, g in enumerate((0.5, 1.0, 2.0, 4.0)):
             curve = style(i, 4, dots=25) | {"ls": line, "label": f"g = {g:g}, {name}"}
             axis.plot(n, (scale * g - (n - 1).log()).sigmoid(), **curve)
-    axis.set(xscale="log", ylim=(-0.03, 1.03))
-    axis.set(xlabel="keys in view, n (tokens)", ylabel="weight of the key")
+    labels = {"xlabel": "keys in view, n (tokens)", "ylabel": "weight of the key"}
+    axis.set(xscale="log", ylim=(-0.03, 1.03), **labels)
     axis.legend(fontsize=8, handlelength=4, **BESIDE)
     claim = "attention fades with n; with SSMax only where g < 1/s"
     figure.suptitle(f"A key g nats above all others: {claim}", fontsize=10)
@@ -326,8 +324,6 @@ def learned_training(log: list[dict]) -> Figure | None:
 
 
 # Posteriors on a prompt ---------------------------------------------------------------------------
-
-Head = tuple[int, int]  # layer and head, from 0
 
 
 def find_spans(needle: Tensor) -> np.ndarray:
@@ -438,8 +434,7 @@ def label_tokens(enc, tokens: Tensor) -> list[str]:
 
 
 def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[Tensor]) -> Figure:
-    """The last row of some heads, over the whole context and token by token at the needle;
-    parts[head] (R, 3, T), log_z[layer] (H, R)."""
+    """The last row of some heads, over the whole context and token by token at the needle."""
     figure, axes = panels(len(parts), 2, 8, 2.8, sharey=True)
     T, (begin, end) = len(view.needle), find_spans(view.needle)[0]
     near = np.arange(max(0, begin - 10), min(T, end + 10, begin + 70))
@@ -451,8 +446,8 @@ def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[T
             whole.stairs(highest[i], edges, baseline=None, label=label, **line)
             zoom.plot(near, p[-1, i, near].clamp(min=FLOOR), **line)
         point_at_needle(whole, view.needle)
-        whole.set(yscale="log", ylim=(FLOOR, 2), ylabel="probability, last query")
-        whole.set_xlabel("position of the key (tokens)")
+        whole.set(yscale="log", ylim=(FLOOR, 2), xlabel="position of the key (tokens)")
+        whole.set_ylabel("probability, last query")
         coupling = f"ln Z = {log_z[layer][h, -1]:.2f} nats, ln n = {math.log(T):.2f}"
         whole.set_title(f"head {layer}.{h}: {coupling}", fontsize=9)
         zoom.legend(*whole.get_legend_handles_labels(), fontsize=8, **BESIDE)
@@ -464,7 +459,7 @@ def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[T
 
 
 def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
-    """The last rows of some heads: where question and answer look; parts[head] (R, 3, T)."""
+    """The last rows of some heads: where question and answer look."""
     kinds = list_parts(run.model)
     figure, axes = panels(len(parts), len(kinds), 5, 3, sharex=True, sharey=True)
     rows = len(next(iter(parts.values())))
@@ -486,7 +481,7 @@ def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
 
 
 def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> Figure:
-    """ln Z of every head along the prompt, against ln n; log_z[layer] (H, R)."""
+    """ln Z of every head along the prompt, against ln n."""
     figure, axes = head_grid(run.model, "position of the query (tokens)", "coupling, ln Z (nats)")
     bound = {"color": PARTS["prior"]["color"], "ls": "--", "label": "ln n, n keys in view"}
     for (layer, h), axis in np.ndenumerate(axes):
@@ -532,9 +527,9 @@ def find_heads(names: tuple[str, ...], model: GPT) -> list[Head]:
 def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
     T = len(view.needle)
     places = torch.linspace(0, T - 1, min(T, Z_QUERIES)).round().long()
-    log_z = list(look(run.model, view.idx, places, lambda _, log_z: log_z))
+    log_z = list(look(run.model, view.idx, places, lambda _, log_z: log_z))  # (H, R) by layer
     last = torch.arange(T)[-LAST_QUERIES:]
-    parts: dict[Head, Tensor] = dict.fromkeys(heads)
+    parts: dict[Head, Tensor] = dict.fromkeys(heads)  # (R, 3, T) each
     for layer, by_head in enumerate(look(run.model, view.idx, last, lambda parts, _: parts)):
         parts |= {head: by_head[head[1]] for head in heads if head[0] == layer}
     title = f"{runs.name_of(run.path)}, n = 1 prompt of {T:,} tokens"
