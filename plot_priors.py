@@ -67,7 +67,7 @@ class PlotConfig:
     needle: str = ""  # with prompt: the words of it to mark
     heads: tuple[str, ...] = ()  # layer.head from 0.0, such as 2.3; none: the most retrieving
     show: int = 3  # how many heads are drawn if none is named
-    theory_dir: str = "out/theory"  # a model's pictures go into its own folder, eval
+    theory_dir: str = "out/theory"  # for the theory; a model's pictures go to its folder, eval
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
