@@ -14,6 +14,7 @@ import configurator
 from configurator import user_errors
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,10 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -34,9 +33,9 @@ from tqdm import tqdm
 import runs
 from data import encode_document, read_text, replacing
 from device import pick_device
-from model import GPT, CausalSelfAttention, ModelConfig, Posterior
+from model import GPT, CausalSelfAttention, ModelConfig
 from needles import WORDINGS, make_prompts
-from runs import Run, check_range
+from runs import Run
 from streaming import KVCache, prefill
 
 WIDTHS = (512, 8192)  # keys in view, for effective widths and the grid of learned priors
@@ -44,15 +43,16 @@ BETAS = (2.0, 1.0, 0.5, 0.0, -0.3, -1.0)  # of the theory
 LINES = ("-", "--", "-.", ":", (0, (8, 3)), (0, (5, 2, 1, 2, 1, 2)))
 BESIDE = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # where a legend is out of the way
 PARTS = {  # content is broad, so that it shows under a posterior that equals it
-    "prior": {"ls": ":", "color": "#d55e00", "lw": 2, "marker": "s", "ms": 5},
-    "content": {"ls": "-", "color": "#56b4e9", "lw": 4, "marker": "o", "ms": 9},
-    "posterior": {"ls": "-", "color": "black", "lw": 1, "marker": "D", "ms": 4},
+    "prior": {"ls": ":", "color": "#d55e00", "lw": 2},
+    "content": {"ls": "-", "color": "#56b4e9", "lw": 4},
+    "posterior": {"ls": "-", "color": "black", "lw": 1},
 }
-BINS = 256  # runs of keys, in pictures of a whole context
+BINS = 256  # groups of keys, in pictures of a whole context
 LAST_QUERIES = 16  # rows of a heat map
 Z_QUERIES = 256  # places along the prompt where ln Z is shown
 FLOOR = 1e-6  # smallest probability drawn
 SCORES_AT_ONCE = 2**22  # float64: 32 MiB
+Head = tuple[int, int]  # layer and head, from 0
 
 
 @dataclass
@@ -65,18 +65,14 @@ class PlotConfig:
     seed: int = 1  # draws the keys
     prompt: str = ""  # a text file to look at instead; what follows its last token is the answer
     needle: str = ""  # with prompt: the words of it to mark
-    heads: tuple[str, ...] = ()  # layer.head to draw, counted from 0, such as 2.3; none given: the
-    # most retrieving
+    heads: tuple[str, ...] = ()  # layer.head from 0.0, such as 2.3; none: the most retrieving
     show: int = 3  # how many heads are drawn if none is named
-    theory_dir: str = "out/theory"  # folder for the theory; a model's pictures go into its own
-    # folder, eval
+    theory_dir: str = "out/theory"  # for the theory; a model's pictures go to its folder, eval
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
-        check_range("lengths", 1, *self.lengths)
-        check_range("depths", 1, self.depths)
-        check_range("seed", 0, self.seed)
-        check_range("show", 1, self.show)
+        runs.check_range("depths", 1, self.depths)
+        runs.check_range("show", 1, self.show)
         if bool(self.prompt) != bool(self.needle):
             raise ValueError("prompt and needle go together: a text file, and words of it to mark")
 
@@ -100,12 +96,10 @@ def effective_width(prior: Tensor) -> int:
 
 
 def classify(prior: Tensor, theta_beta: float) -> str:
-    """What an acting prior (n,) does, with the paper's border at theta_beta = -0.6.
-
-    One that falls from its centre, the own token or the one that mu names, is local. A uniform one
-    counts as retrieval, as theta_beta = 0 does in the paper. s < 0, which shows in a positive sum,
-    turns theta_beta < 0 into local, and theta_beta > 0 into a prior that rises up to the beginning
-    of the text: farthest."""
+    """What an acting prior (n,) does, with the paper's border at theta_beta = -0.6. One that falls
+    from its centre, the own token or mu, is local. A uniform one counts as retrieval, as
+    theta_beta = 0 does in the paper. s < 0, which shows in a positive sum, turns theta_beta < 0
+    into local, and theta_beta > 0 into farthest: it rises up to the beginning of the text."""
     if prior.min() == prior.max():
         return "retrieval"
     if (theta_beta > 0) == (prior.sum() < 0).item():
@@ -114,9 +108,8 @@ def classify(prior: Tensor, theta_beta: float) -> str:
 
 
 def tabulate_heads(model: GPT) -> list[dict]:
-    """A row a head: theta and s, the scale alpha in tokens (None if it is none, as for
-    theta_beta = 0, or beyond any float), class and effective widths, as far as its prior has them.
-    """
+    """A row a head: theta and s, the scale alpha in tokens (None for theta_beta = 0 and beyond any
+    float), class and effective widths; of these what its prior has."""
     values, rows = model.prior_values(), []
     for layer, block in enumerate(model.blocks):
         priors = {n: acting_prior(block.attn, n) for n in WIDTHS}
@@ -138,10 +131,7 @@ def tabulate_heads(model: GPT) -> list[dict]:
 def format_heads(rows: list[dict]) -> str:
     """The rows as text, with theta_mu only where it is not 0."""
     names = [name for name in rows[0] if name != "theta_mu" or any(row[name] for row in rows)]
-    cells = [
-        [f"{x:.4g}" if isinstance(x, float) else str(x) for x in map(row.get, names)]
-        for row in rows
-    ]
+    cells = [[format(row[k], ".4g" * isinstance(row[k], float)) for k in names] for row in rows]
     return runs.aligned([names, *cells]).replace("None", "   -")
 
 
@@ -163,14 +153,12 @@ def save(figure: Figure, folder: Path, name: str) -> None:
 
 
 def head_grid(model: GPT, xlabel: str, ylabel: str) -> tuple[Figure, np.ndarray]:
-    """A panel a head, a row a layer. Margins are fixed: to lay out 192 panels takes a minute."""
-    width, height = 1.8 * model.cfg.n_head + 1, 1.5 * model.cfg.n_layer + 1.4
-    figure = Figure(figsize=(width, height))
+    """A panel a head, a row a layer."""
+    figure, axes = panels(model.cfg.n_layer, model.cfg.n_head, 2, 1.9, sharex=True, sharey=True)
+    figure.set_layout_engine(None)  # which takes a minute for 192 panels
+    width, height = figure.get_size_inches()
     left, bottom, right, top = 0.9 / width, 0.6 / height, 1 - 0.1 / width, 1 - 0.8 / height
     figure.subplots_adjust(left, bottom, right, top, wspace=0.08, hspace=0.3)
-    axes = figure.subplots(
-        model.cfg.n_layer, model.cfg.n_head, squeeze=False, sharex=True, sharey=True
-    )
     for (layer, h), axis in np.ndenumerate(axes):
         axis.set_title(f"head {layer}.{h}", fontsize=8, pad=2)
     figure.supxlabel(xlabel, y=0.1 / height)
@@ -191,7 +179,7 @@ def space_distances(n: int) -> np.ndarray:
     return np.unique(np.concatenate(distances).astype(int))
 
 
-def scale_distances(axis: Axes, n: int, log: bool) -> None:
+def scale_distances(axis, n: int, log: bool) -> None:
     if log:  # from 1 token on, with room for 0
         axis.set_xscale("symlog", linthresh=1, linscale=0.3)
     axis.set(xlim=(0, n - 1), xlabel="distance (tokens)")
@@ -200,44 +188,40 @@ def scale_distances(axis: Axes, n: int, log: bool) -> None:
 # Theory -------------------------------------------------------------------------------------------
 
 
-def layer_of(pe: str, heads: int, ssmax: bool = False, **thetas) -> CausalSelfAttention:
-    """An attention layer with these priors and s = 1, as a model has it."""
-    cfg = ModelConfig(pe=pe, n_head=heads, n_embd=2 * heads, ssmax=ssmax, **thetas)
-    return CausalSelfAttention(cfg)
+def layer_of(pe: str, n_head: int, **options) -> CausalSelfAttention:
+    """An attention layer as a model has it, with s = 1."""
+    return CausalSelfAttention(ModelConfig(pe=pe, n_head=n_head, n_embd=2 * n_head, **options))
 
 
 def ggd_priors(alpha: float, n: int, ssmax: bool = False) -> Tensor:
     """(BETAS, n): acting priors at the scale alpha, the distance in tokens at which b = -1."""
-    thetas = tuple(-beta * math.log(alpha) for beta in BETAS)
-    return acting_prior(layer_of("ggd", len(BETAS), ssmax, theta_alpha=thetas, theta_beta=BETAS), n)
+    thetas = {"theta_alpha": tuple(-b * math.log(alpha) for b in BETAS), "theta_beta": BETAS}
+    return acting_prior(layer_of("ggd", len(BETAS), ssmax=ssmax, **thetas), n)
 
 
 def theory_priors(n: int = 512) -> Figure:
     """Log-prior and prior by distance for every beta at three alphas; ALiBi and NoPE as points."""
     figure, axes = panels(4, 3, 4.6, 3.3)
     x = space_distances(n)
-    points = x[np.searchsorted(x, np.geomspace(1, n - 1, 12).astype(int))]
+    at = np.searchsorted(x, np.geomspace(1, n - 1, 12).astype(int))
     slopes, uniform = acting_prior(layer_of("alibi", 8), n), acting_prior(layer_of("nope", 1), n)[0]
     for alpha, column in zip((2, 16, 128), axes.T, strict=True):
         laplace = slopes[int(math.log2(alpha)) - 1]  # the head whose slope is 1 / alpha
+        points_of = {"ALiBi, slope 1/$\\alpha$": (laplace, "k^"), "NoPE": (uniform, "ko")}
         for row, axis in enumerate(column):
             shape = (lambda b: b.softmax(-1)) if row > 1 else (lambda b: b - b.max())
             for i, (beta, b) in enumerate(zip(BETAS, ggd_priors(alpha, n), strict=True)):
                 axis.plot(x, shape(b)[x], label=f"$\\beta$ = {beta:g}", **style(i, len(BETAS)))
-            for b, dot, label in (
-                (laplace, "k^", "ALiBi, slope 1/$\\alpha$"),
-                (uniform, "ko", "NoPE"),
-            ):
-                axis.plot(points, shape(b)[points], dot, fillstyle="none", label=label)
+            for label, (b, dot) in points_of.items():
+                axis.plot(x[at], shape(b)[x[at]], dot, fillstyle="none", label=label)
             scale_distances(axis, n, log=row % 2 == 1)
-            axis.set_title(f"$\\alpha$ = {alpha} tokens", fontsize=10)
             axis.set(ylim=(-10, 0.5), ylabel="log-prior below its maximum (nats)")
             if row > 1:
                 axis.set(yscale="log", ylim=(1e-5, 1.2), ylabel="prior p(distance)")
+            axis.set_title(f"$\\alpha$ = {alpha} tokens", fontsize=10)
     legend = axes[0, 0].get_legend_handles_labels()
     figure.legend(*legend, loc="outside right upper", handlelength=3.5)
-    keys = f"over the {n} keys that a query sees"
-    figure.suptitle(f"Generalized Gaussian priors {keys}, without SSMax")
+    figure.suptitle(f"Generalized Gaussian priors over {n} keys in view, without SSMax")
     return figure
 
 
@@ -269,8 +253,8 @@ def theory_fading() -> Figure:
         for i, g in enumerate((0.5, 1.0, 2.0, 4.0)):
             curve = style(i, 4, dots=25) | {"ls": line, "label": f"g = {g:g}, {name}"}
             axis.plot(n, (scale * g - (n - 1).log()).sigmoid(), **curve)
-    axis.set(xscale="log", ylim=(-0.03, 1.03))
-    axis.set(xlabel="keys in view, n (tokens)", ylabel="weight of the key")
+    labels = {"xlabel": "keys in view, n (tokens)", "ylabel": "weight of the key"}
+    axis.set(xscale="log", ylim=(-0.03, 1.03), **labels)
     axis.legend(fontsize=8, handlelength=4, **BESIDE)
     claim = "attention fades with n; with SSMax only where g < 1/s"
     figure.suptitle(f"A key g nats above all others: {claim}", fontsize=10)
@@ -341,7 +325,10 @@ def learned_training(log: list[dict]) -> Figure | None:
 
 # Posteriors on a prompt ---------------------------------------------------------------------------
 
-Head = tuple[int, int]  # layer and head, from 0
+
+def find_spans(needle: Tensor) -> np.ndarray:
+    """(n, 2): where each run of marked tokens begins and ends."""
+    return np.flatnonzero(np.diff(np.pad(needle.numpy().astype(int), 1))).reshape(-1, 2)
 
 
 class View(NamedTuple):
@@ -352,18 +339,15 @@ class View(NamedTuple):
     needle: Tensor  # (T,) bool: the tokens of the needle
 
 
-def mark_words(enc: tiktoken.Encoding, tokens: list[int], words: str) -> Tensor:
+def mark_words(enc, tokens: list[int], words: str) -> Tensor:
     """(T,) bool: the tokens that hold a part of these words, wherever they stand."""
-    pieces, wanted = [enc.decode_single_token_bytes(token) for token in tokens], words.encode()
-    text, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
-    marks, begin = torch.zeros(len(tokens), dtype=torch.bool), text.find(wanted)
-    if begin < 0:
-        advice = "give words of it as they are written there"
-        raise ValueError(f"needle {words!r} is not in the prompt; {advice}")
-    while begin >= 0:
-        end = begin + len(wanted)
+    pieces = [enc.decode_single_token_bytes(token) for token in tokens]
+    places = re.finditer(re.escape(words.encode()), b"".join(pieces))
+    ends, marks = np.cumsum([len(piece) for piece in pieces]), torch.zeros(len(tokens)).bool()
+    for begin, end in (place.span() for place in places):
         marks[np.searchsorted(ends, begin, "right") : np.searchsorted(ends, end) + 1] = True
-        begin = text.find(wanted, end)
+    if not marks.any():
+        raise ValueError(f"needle {words!r} is not in the prompt; give words as they stand there")
     return marks
 
 
@@ -387,11 +371,10 @@ def make_views(run: Run, cfg: PlotConfig) -> dict[int, list[View]]:
 
 
 @torch.no_grad()
-def look(
-    model: GPT, idx: Tensor, rows: Tensor, keep: Callable[[Posterior], Tensor]
-) -> Iterator[Tensor]:
-    """For each layer what keep(Theorem 1) takes, (H, R, ...), of the queries at `rows` (R,) of idx
-    (1, T). The prompt streams through the model while hooks copy what each attention reads."""
+def look(model: GPT, idx: Tensor, rows: Tensor, keep: Callable) -> Iterator[Tensor]:
+    """For each layer keep(parts, log_z) -> (H, R, ...) of the queries at `rows` (R,) of idx (1, T).
+    parts (H, R, 3, T): prior, content and posterior; log_z (H, R). The prompt streams through the
+    model while hooks copy what each attention reads."""
     device, T = model.embedding.weight.device, idx.shape[1]
     inputs: list[list[Tensor]] = [[] for _ in model.blocks]
     hooks = [
@@ -402,144 +385,110 @@ def look(
     for hook in hooks:
         hook.remove()
     layout = model.layout(torch.arange(T, device=device)[None])
-    blocks_of_rows = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
+    chunks = rows.to(device).split(max(1, SCORES_AT_ONCE // (model.cfg.n_head * T)))
     for block, xs in zip(model.blocks, inputs, strict=True):
         q, k, _ = block.attn.project(torch.cat(xs, dim=1), layout)
         q, k = q.double(), k.double()  # exact enough to show posterior = prior x content x Z
-        parts = (block.attn.posterior(q, k, layout, some) for some in blocks_of_rows)
-        yield torch.cat([keep(Posterior(*(t[0] for t in p))).cpu() for p in parts], dim=1)
+        posteriors = (block.attn.posterior(q, k, layout, chunk) for chunk in chunks)
+        kept = [keep(torch.stack(p[:3], dim=-2)[0], p.log_z[0]).cpu() for p in posteriors]
+        yield torch.cat(kept, dim=1)
 
 
 def weigh_needle(model: GPT, view: View) -> Tensor:
     """(3, L, H): the needle's mass in prior, content and posterior, mean over the answer."""
-    needle, T = view.needle.to(model.embedding.weight.device), len(view.needle)
-
-    def on_needle(p: Posterior) -> Tensor:
-        return torch.stack([part[..., needle].sum(-1) for part in p[:3]], dim=-1)  # (H, R, 3)
-
-    masses = look(model, view.idx, torch.arange(T - view.answers, T), on_needle)
+    rows = torch.arange(len(view.needle))[-view.answers :]
+    masses = look(model, view.idx, rows, lambda parts, _: parts[..., view.needle].sum(-1))
     return torch.stack([mass.mean(1) for mass in masses]).permute(2, 0, 1)
 
 
-def weigh_needles(run: Run, views: dict[int, list[View]]) -> dict[int, Tensor]:
-    """The same by length: (prompts, 3, L, H) each."""
-    masses: dict[int, Tensor] = {}
-    total, name = sum(len(views[n]) * runs.cost(n) for n in views), runs.name_of(run.path)
-    with tqdm(total=total, desc=name, bar_format=runs.BAR, disable=None) as bar:
-        for n in views:
-            masses[n] = torch.stack([weigh_needle(run.model, view) for view in views[n]])
-            bar.update(len(views[n]) * runs.cost(n))
-    return masses
-
-
-def most_retrieving(masses: Tensor, show: int) -> list[Head]:
-    """The heads whose posterior has the most mass on the needle; masses (prompts, 3, L, H)."""
+def rank_heads(masses: Tensor) -> list[Head]:
+    """By the posterior's mass on the needle, the largest first; masses (prompts, 3, L, H)."""
     mass = masses[:, 2].mean(0)
-    order = mass.flatten().argsort(descending=True, stable=True)[:show]
+    order = mass.flatten().argsort(descending=True, stable=True)
     return [divmod(i, mass.shape[1]) for i in order.tolist()]
 
 
-def has_prior(model: GPT) -> bool:
-    return model.blocks[0].attn.prior is not None
+def list_parts(model: GPT) -> list:
+    """(index, (name, line)) of what there is to draw: prior (if any), content, posterior."""
+    parts = list(enumerate(PARTS.items()))
+    return parts[1:] if model.blocks[0].attn.prior is None else parts
 
 
-def drawn_parts(model: GPT) -> list[tuple[int, str, dict]]:
-    """Index, name and style of what there is to draw: prior (if any), content, posterior."""
-    parts = [(i, name, dots) for i, (name, dots) in enumerate(PARTS.items())]
-    return parts if has_prior(model) else parts[1:]
-
-
-def find_spans(needle: Tensor) -> np.ndarray:
-    """(n, 2): where each run of marked tokens begins and ends."""
-    return np.flatnonzero(np.diff(np.pad(needle.numpy().astype(int), 1))).reshape(-1, 2)
-
-
-def point_at_needle(axis: Axes, view: View) -> None:
-    """An arrow above every place of it."""
-    arrow = {"arrowprops": {"arrowstyle": "-|>"}, "annotation_clip": False}
-    units = {"xycoords": axis.get_xaxis_transform(), "textcoords": "offset points"}
-    for begin, end in find_spans(view.needle):
-        axis.annotate("", ((begin + end) / 2, 1.0), (0, 12), **arrow, **units)
+def point_at_needle(axis, needle: Tensor) -> None:
+    """A mark at the upper edge for every place of it."""
+    places = find_spans(needle).mean(1)
+    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+    axis.plot(places, np.ones(len(places)), "kv", **edge)
 
 
 def bin_keys(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(..., T) -> the edges of at most BINS runs of keys, and the largest value in each run."""
+    """(..., T) -> the edges of at most BINS groups of keys, and the largest value in each."""
     edges = np.unique(np.linspace(0, p.shape[-1], BINS + 1).astype(int))
     return edges, np.maximum.reduceat(p.numpy(), edges[:-1], axis=-1).clip(min=FLOOR)
 
 
-def label_tokens(enc: tiktoken.Encoding, tokens: Tensor) -> list[str]:
+def label_tokens(enc, tokens: Tensor) -> list[str]:
     """Axis labels in characters that the font has, with visible spaces."""
     pieces = [enc.decode_single_token_bytes(token) for token in tokens.tolist()]
     return [ascii(x.decode("utf-8", "replace"))[1:-1].replace(" ", "\u2423") for x in pieces]
 
 
-def title_prompt(run: Run, T: int, what: str) -> str:
-    binned = f", the largest in each of {BINS} runs of keys" if T > BINS else ""
-    name = runs.name_of(run.path)
-    return f"{name}: attention of the {what} of {T:,} positions{binned} (n = 1 prompt)"
-
-
 def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[Tensor]) -> Figure:
-    """The last row of some heads, over the whole context and token by token at the needle;
-    parts[head] (R, 3, T), log_z[layer] (H, R)."""
+    """The last row of some heads, over the whole context and token by token at the needle."""
     figure, axes = panels(len(parts), 2, 8, 2.8, sharey=True)
     T, (begin, end) = len(view.needle), find_spans(view.needle)[0]
     near = np.arange(max(0, begin - 10), min(T, end + 10, begin + 70))
     tokens = label_tokens(run.enc, view.idx[0, near])
     for ((layer, h), p), (whole, zoom) in zip(parts.items(), axes, strict=True):
         edges, highest = bin_keys(p[-1])
-        for i, name, dots in drawn_parts(run.model):
-            line = {key: dots[key] for key in ("ls", "color", "lw")}
+        for i, (name, line) in list_parts(run.model):
             label = f"{name}:\n{p[-1, i, view.needle].sum():.2g} on the needle"
             whole.stairs(highest[i], edges, baseline=None, label=label, **line)
             zoom.plot(near, p[-1, i, near].clamp(min=FLOOR), **line)
-        point_at_needle(whole, view)
-        whole.set(yscale="log", ylim=(FLOOR, 2), ylabel="probability")
-        whole.set_xlabel("position of the key (tokens)")
+        point_at_needle(whole, view.needle)
+        whole.set(yscale="log", ylim=(FLOOR, 2), xlabel="position of the key (tokens)")
+        whole.set_ylabel("probability, last query")
         coupling = f"ln Z = {log_z[layer][h, -1]:.2f} nats, ln n = {math.log(T):.2f}"
-        whole.set_title(f"head {layer}.{h}: {coupling}", fontsize=9, pad=15)
+        whole.set_title(f"head {layer}.{h}: {coupling}", fontsize=9)
         zoom.legend(*whole.get_legend_handles_labels(), fontsize=8, **BESIDE)
         zoom.axvspan(begin - 0.5, min(end, near[-1] + 1) - 0.5, color="0.9")
         zoom.set_xticks(near, tokens, fontsize=6, parse_math=False)
         zoom.tick_params(axis="x", rotation=0 if run.enc.name == "bytes" else 90)
         zoom.set(xlabel="the prompt, token by token; the needle in grey")
-    figure.suptitle(title_prompt(run, T, "last"))
     return figure
 
 
 def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
-    """The last rows of some heads: where question and answer look; parts[head] (R, 3, T)."""
-    drawn = drawn_parts(run.model)
-    figure, axes = panels(len(parts), len(drawn), 5, 3, sharex=True, sharey=True)
-    T, rows = len(view.needle), len(next(iter(parts.values())))
+    """The last rows of some heads: where question and answer look."""
+    kinds = list_parts(run.model)
+    figure, axes = panels(len(parts), len(kinds), 5, 3, sharex=True, sharey=True)
+    rows = len(next(iter(parts.values())))
     for ((layer, h), p), line in zip(parts.items(), axes, strict=True):
         edges, highest = bin_keys(p)
-        for (i, name, _), axis in zip(drawn, line, strict=True):
+        for (i, (name, _)), axis in zip(kinds, line, strict=True):
             colors = {"norm": LogNorm(1e-5, 1), "cmap": "cividis"}
             mesh = axis.pcolormesh(edges, np.arange(rows + 1), highest[:, i], **colors)
-            point_at_needle(axis, view)
-            axis.set_title(f"head {layer}.{h}: {name}", fontsize=9, pad=15)
+            point_at_needle(axis, view.needle)
+            axis.set_title(f"head {layer}.{h}: {name}", fontsize=9)
             axis.tick_params(axis="y", labelsize=7)
     tokens = label_tokens(run.enc, view.idx[0, -rows:])
     axes[0, 0].set_yticks(np.arange(rows) + 0.5, tokens, parse_math=False)
     axes[0, 0].invert_yaxis()
-    figure.supxlabel("position of the key (tokens); the arrow points at the needle")
+    figure.supxlabel("position of the key (tokens); the triangle points at the needle")
     figure.supylabel(f"token at the query (answer: the last {view.answers})")
     figure.colorbar(mesh, ax=axes, label="probability", extend="min")
-    figure.suptitle(title_prompt(run, T, f"last {rows}"))
     return figure
 
 
 def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> Figure:
-    """ln Z of every head along the prompt, against ln n; log_z[layer] (H, R)."""
+    """ln Z of every head along the prompt, against ln n."""
     figure, axes = head_grid(run.model, "position of the query (tokens)", "coupling, ln Z (nats)")
     bound = {"color": PARTS["prior"]["color"], "ls": "--", "label": "ln n, n keys in view"}
     for (layer, h), axis in np.ndenumerate(axes):
         axis.plot(places, log_z[layer][h], "k.", ms=2, label="ln Z")
         axis.plot(places, (places + 1).log(), **bound)
-        for begin, end in find_spans(view.needle):
-            axis.axvline((begin + end) / 2, color="0.6", lw=1, zorder=0, label="needle")
+        for place in find_spans(view.needle).mean(1):
+            axis.axvline(place, color="0.6", lw=1, zorder=0, label="needle")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     title = f"{runs.name_of(run.path)}, n = 1 prompt"
     figure.legend(handles[:3], labels[:3], loc="upper center", ncols=3, title=title)
@@ -549,22 +498,19 @@ def prompt_log_z(run: Run, view: View, places: Tensor, log_z: list[Tensor]) -> F
 def needle_mass(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> Figure:
     """Mass on the needle by length, for some heads; masses[length] (prompts, 3, L, H)."""
     figure, axes = panels(1, len(heads), 4.2, 3.6, sharey=True)
-    lengths, values = list(masses), torch.stack(list(masses.values())).clamp(min=FLOOR)
     for (layer, h), axis in zip(heads, axes[0], strict=True):
-        for i, name, dots in drawn_parts(run.model):
-            y = values[:, :, i, layer, h]  # (lengths, prompts)
-            bars = torch.stack((y.mean(1) - y.amin(1), y.amax(1) - y.mean(1)))
-            axis.errorbar(lengths, y.mean(1), bars, capsize=5, label=name, **dots)
-        axis.axvline(run.trained, color="0.6", lw=1, zorder=0)
-        axis.set(xscale="log", yscale="log", xlabel="length of the prompt (tokens)")
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
-        axis.minorticks_off()
-        axis.set_title(f"head {layer}.{h}", fontsize=10)
+        curves, colors = {}, []
+        for i, (name, line) in list_parts(run.model):
+            values = {n: mass[:, i, layer, h].clamp(min=FLOOR) for n, mass in masses.items()}
+            curves[name] = [(n, y.mean(), y.amin(), y.amax()) for n, y in values.items()]
+            colors.append(line["color"])
+        axis.set_prop_cycle(color=colors)
+        runs.draw_curves(axis, curves, run.trained)
+        axis.set(yscale="log", xlabel="length of the prompt (tokens)", title=f"head {layer}.{h}")
     axes[0, 0].set_ylabel("mass on the needle")
     axes[0, 0].legend(fontsize=8, loc="lower left")
-    points = f"n = {values.shape[1]} prompts a point; bars: lowest to highest"
-    title = f"{runs.name_of(run.path)}: {points}; grey: training length"
-    figure.suptitle(title, fontsize=9)
+    about = f"n = {len(next(iter(masses.values())))} prompts a point; bars: lowest to highest"
+    figure.suptitle(f"{runs.name_of(run.path)}: {about}; grey: training length", fontsize=9)
     return figure
 
 
@@ -572,55 +518,60 @@ def needle_mass(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> Figur
 
 
 def find_heads(names: tuple[str, ...], model: GPT) -> list[Head]:
-    heads = {
-        f"{layer}.{h}": (layer, h) for layer, h in np.ndindex(model.cfg.n_layer, model.cfg.n_head)
-    }
-    for name in names:
-        if name not in heads:
-            raise ValueError(f"no head {name}; give layer.head, from 0.0 to {list(heads)[-1]}")
-    return [heads[name] for name in dict.fromkeys(names)]
-
-
-def draw_learned(run: Run, rows: list[dict], folder: Path) -> None:
-    if has_prior(run.model):
-        save(learned_priors(run.model), folder, "learned_priors.png")
-    else:
-        effect = "adds no prior to the scores, so posterior = content and ln Z = ln n"
-        print(f"{run.path}: {run.model.cfg.pe} {effect}")
-    if {"theta_alpha", "theta_beta"} <= set(rows[0]):
-        save(learned_heads(rows, run.model.cfg.n_layer), folder, "learned_heads.png")
-    if figure := learned_training(runs.read_records(folder.parent / "log.jsonl")):
-        save(figure, folder, "learned_training.png")
+    known = [f"{layer}.{h}" for layer, h in np.ndindex(model.cfg.n_layer, model.cfg.n_head)]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"no head {unknown[0]}; give layer.head, from 0.0 to {known[-1]}")
+    return [divmod(known.index(name), model.cfg.n_head) for name in dict.fromkeys(names)]
 
 
 def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
     T = len(view.needle)
     places = torch.linspace(0, T - 1, min(T, Z_QUERIES)).round().long()
-    last = torch.arange(max(0, T - LAST_QUERIES), T)
-    log_z = list(look(run.model, view.idx, places, lambda p: p.log_z))
+    log_z = list(look(run.model, view.idx, places, lambda _, log_z: log_z))  # (H, R) by layer
+    last = torch.arange(T)[-LAST_QUERIES:]
     parts: dict[Head, Tensor] = dict.fromkeys(heads)  # (R, 3, T) each
-    all_parts = look(run.model, view.idx, last, lambda p: torch.stack(p[:3], dim=-2))
-    for layer, of_layer in enumerate(all_parts):
-        parts |= {head: of_layer[head[1]] for head in heads if head[0] == layer}
-    save(prompt_curves(run, view, parts, log_z), folder, "prompt_curves.png")
-    save(prompt_maps(run, view, parts), folder, "prompt_maps.png")
-    if has_prior(run.model):
+    for layer, by_head in enumerate(look(run.model, view.idx, last, lambda parts, _: parts)):
+        parts |= {head: by_head[head[1]] for head in heads if head[0] == layer}
+    title = f"{runs.name_of(run.path)}, n = 1 prompt of {T:,} tokens"
+    title += f", the largest probability in each of {BINS} groups of keys" * (T > BINS)
+    for name, figure in (
+        ("prompt_curves", prompt_curves(run, view, parts, log_z)),
+        ("prompt_maps", prompt_maps(run, view, parts)),
+    ):
+        figure.suptitle(title)
+        save(figure, folder, f"{name}.png")
+    if run.model.blocks[0].attn.prior is not None:
         save(prompt_log_z(run, view, places, log_z), folder, "prompt_log_z.png")
 
 
 def draw_run(run: Run, views: dict[int, list[View]], heads: list[Head], cfg: PlotConfig) -> None:
     """A model's pictures, table and record."""
-    folder, rows = runs.folder_of(run.path), tabulate_heads(run.model)
-    draw_learned(run, rows, folder)
-    masses = weigh_needles(run, views)
+    model, folder, rows = run.model, runs.folder_of(run.path), tabulate_heads(run.model)
+    if model.blocks[0].attn.prior is None:
+        effect = "adds no prior to the scores, so posterior = content and ln Z = ln n"
+        print(f"{run.path}: {model.cfg.pe} {effect}")
+    else:
+        save(learned_priors(model), folder, "learned_priors.png")
+    if {"theta_alpha", "theta_beta"} <= set(rows[0]):
+        save(learned_heads(rows, model.cfg.n_layer), folder, "learned_heads.png")
+    if figure := learned_training(runs.read_records(folder.parent / "log.jsonl")):
+        save(figure, folder, "learned_training.png")
+
+    masses: dict[int, Tensor] = {}  # (prompts, 3, L, H) by length
+    total, name = sum(len(views[n]) * runs.cost(n) for n in views), runs.name_of(run.path)
+    with tqdm(total=total, desc=name, bar_format=runs.BAR, disable=None) as bar:
+        for length in views:
+            masses[length] = torch.stack([weigh_needle(model, view) for view in views[length]])
+            bar.update(len(views[length]) * runs.cost(length))
     longest = max(masses)
-    n, heads = len(views[longest]), heads or most_retrieving(masses[longest], cfg.show)
+    n, heads = len(views[longest]), heads or rank_heads(masses[longest])[: cfg.show]
     draw_prompt(run, views[longest][n // 2], heads, folder)
     if len(masses) > 1:
         save(needle_mass(run, masses, heads), folder, "needle_mass.png")
+
     for row in rows:
         layer, h = map(int, row["head"].split("."))
-        row["needle"] = {k: mass[:, 2, layer, h].tolist() for k, mass in masses.items()}
+        row["needle"] = {length: mass[:, 2, layer, h].tolist() for length, mass in masses.items()}
     record = {"metric": "priors", "n": n, "heads": rows, "config": asdict(cfg)}
     runs.append_record(folder / "priors.jsonl", record | runs.origin(run))
     print(format_heads([row | {"needle": np.mean(row["needle"][longest])} for row in rows]))

@@ -9,6 +9,7 @@ import reference
 import torch
 from conftest import ENCODINGS, make_model
 
+import model as M
 import plot_priors as P
 import runs
 import streaming
@@ -38,12 +39,9 @@ def test_curves_in_the_grid_are_the_acting_priors(pe, ssmax):
         for n, line in zip(P.WIDTHS, axes[h].lines, strict=True):
             scale = p["blocks.0.attn.s"][h] * math.log(n) if ssmax and pe == "ggd" else 1.0
             scores = reference.log_prior(model.cfg, p, 0, h, torch.arange(n).double()) * scale
-            expected = (scores.detach().log_softmax(-1) + math.log(n))[line.get_xdata()].clamp(
-                min=-30
-            )
-            torch.testing.assert_close(
-                torch.from_numpy(line.get_ydata()), expected, rtol=1e-3, atol=1e-3
-            )
+            above = (scores.detach().log_softmax(-1) + math.log(n)).clamp(min=-30)
+            x, y = map(torch.from_numpy, line.get_data())
+            torch.testing.assert_close(y, above[x], rtol=1e-3, atol=1e-3)
 
 
 def one_head(theta_alpha, theta_beta, s):
@@ -101,7 +99,7 @@ def test_classes_do_not_depend_on_where_the_centre_is(theta_beta, s, mu, name):
 
 
 def test_effective_width():
-    """Closed forms: the uniform prior, a geometric one, a head turned round that sees only itself, and the reverse."""
+    """Closed forms: uniform, geometric, and two heads turned round: only itself, only the first."""
     uniform = make_model("nope", True)
     assert P.tabulate_heads(uniform)[0]["width_512"] == math.ceil(0.9 * 512) - 1
     for row, slope in zip(
@@ -147,9 +145,9 @@ def text(T=100):
     return torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
 
 
-def all_of(p):
-    """(..., T, 4): prior, content, posterior, ln Z."""
-    return torch.stack((*p[:3], p.log_z[..., None].expand_as(p.prior)), dim=-1)
+def all_of(parts, log_z):
+    """(H, R, 4, T): prior, content, posterior, ln Z."""
+    return torch.cat((parts, log_z[..., None, None].expand_as(parts[:, :, :1])), dim=-2)
 
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
@@ -159,43 +157,33 @@ def test_rows_are_those_of_the_model_and_obey_theorem_1(pe, ssmax, monkeypatch):
     monkeypatch.setattr(P, "SCORES_AT_ONCE", 4 * 100 * 3)
     model, idx, rows = make_model(pe, ssmax), text(), torch.tensor([0, 1, 7, 50, 98, 99])
     for got, expected in zip(P.look(model, idx, rows, all_of), model.posteriors(idx), strict=True):
-        torch.testing.assert_close(got.float(), all_of(expected)[0][:, rows], rtol=1e-3, atol=1e-3)
-        prior, content, posterior, log_z = got.unbind(-1)
+        own = all_of(torch.stack(expected[:3], dim=-2)[0], expected.log_z[0])[:, rows]
+        torch.testing.assert_close(got.float(), own, rtol=1e-3, atol=1e-3)
+        prior, content, posterior, log_z = got.unbind(-2)
         for part in (prior, content, posterior):
-            torch.testing.assert_close(
-                part.sum(-1), torch.ones(4, 6, dtype=torch.float64), rtol=0, atol=1e-9
-            )
+            ones = torch.ones(4, 6, dtype=torch.float64)
+            torch.testing.assert_close(part.sum(-1), ones, rtol=0, atol=1e-9)
         torch.testing.assert_close(prior * content * log_z.exp(), posterior, rtol=0, atol=1e-9)
 
 
 def test_log_z_is_ln_n_where_the_prior_is_uniform():
     """theta = 0, and its bound: never below 0, whatever the prior."""
     rows = torch.arange(100)
-    for log_z in P.look(
-        make_model("ggd", True, theta_beta=(0.0,)), text(), rows, lambda p: p.log_z
-    ):
+    uniform = make_model("ggd", True, theta_beta=(0.0,))
+    for log_z in P.look(uniform, text(), rows, lambda _, log_z: log_z):
         torch.testing.assert_close(log_z, (rows + 1).double().log().expand(4, -1))
-    for log_z in P.look(make_model("ggd", True), text(), rows, lambda p: p.log_z):
+    for log_z in P.look(make_model("ggd", True), text(), rows, lambda _, log_z: log_z):
         assert log_z.min() >= -1e-12 and (log_z - (rows + 1).log()).abs().max() > 0.1
 
 
 def test_marks_are_the_tokens_that_hold_the_words(enc):
     tokens = encode_document(enc, "Größe: a pass key is 12345, 東京. The pass key is 12345")
     marked = P.mark_words(enc, tokens, "pass key is 12345")
-    found = [
-        enc.decode([tokens[i] for i in range(begin, end)]) for begin, end in P.find_spans(marked)
-    ]
-    assert [words.strip() for words in found] == ["pass key is 12345"] * 2
-    assert (
-        enc.decode(
-            [tokens[i] for i in torch.nonzero(P.mark_words(enc, tokens, "京")).flatten()]
-        ).strip(" ")
-        == "京"
-    )
-    assert (
-        P.mark_words(enc, tokens, "12345").tolist()[-1]
-        and not P.mark_words(enc, tokens, "Größe")[0]
-    )
+    words = [enc.decode(tokens[begin:end]).strip() for begin, end in P.find_spans(marked)]
+    assert words == ["pass key is 12345"] * 2
+    last = torch.tensor(tokens)[P.mark_words(enc, tokens, "京")]
+    assert enc.decode(last.tolist()).strip(" ") == "京"
+    assert P.mark_words(enc, tokens, "12345")[-1] and not P.mark_words(enc, tokens, "Größe")[0]
     with pytest.raises(ValueError, match="is not in the prompt"):
         P.mark_words(enc, tokens, "54321")
 
@@ -225,7 +213,7 @@ def test_mass_on_the_needle_and_the_heads_that_retrieve():
             torch.testing.assert_close(mass[i, layer].float(), expected, rtol=1e-3, atol=1e-5)
     masses = torch.zeros(2, 3, 2, 4)
     masses[:, 2, 1, 2], masses[:, 2, 0, 3], masses[0, 2, 0, 1] = 0.9, 0.5, 0.6
-    assert P.most_retrieving(masses, 3) == [(1, 2), (0, 3), (0, 1)]
+    assert P.rank_heads(masses)[:3] == [(1, 2), (0, 3), (0, 1)]
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -259,41 +247,58 @@ def pictures(folder):
 
 
 def test_a_model_with_a_prior(run, monkeypatch, capsys):
-    values = {name: v for name, v in make_model("ggd", True).prior_values().items()}
+    values = make_model("ggd", True).prior_values()
     log = [json.dumps({"step": step, "loss": 1.0} | values) for step in (10, 20)]
     (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
     call(monkeypatch, run, "--lengths=150,200", "--depths=2", "--heads=1.3,0.0")
     shapes = {"learned_priors", "learned_heads", "learned_training"}
-    assert pictures(run / "eval") == shapes | {
-        "prompt_curves",
-        "prompt_maps",
-        "prompt_log_z",
-        "needle_mass",
-    }
+    prompts = {"prompt_curves", "prompt_maps", "prompt_log_z", "needle_mass"}
+    assert pictures(run / "eval") == shapes | prompts
     (record,) = runs.read_records(run / "eval/priors.jsonl")
-    printed = capsys.readouterr().out
-    assert (
-        record["n"] == 2
-        and record["config"]["heads"] == ["1.3", "0.0"]
-        and len(record["heads"]) == 8
-    )
+    assert record["n"] == 2 and record["config"]["heads"] == ["1.3", "0.0"]
+    assert len(record["heads"]) == 8
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     for row in record["heads"]:
-        assert list(row["needle"]) == ["150", "200"] and all(
-            0 <= x <= 1 for x in row["needle"]["200"]
-        )
-        assert any(
-            line.split()[:1] == [row["head"]] and row["class"] in line
-            for line in printed.splitlines()
-        )
+        assert list(row["needle"]) == ["150", "200"]
+        assert all(0 <= x <= 1 for x in row["needle"]["200"])
+        assert row["class"] in lines[row["head"]]
+
+
+class CauchyPrior(torch.nn.Module):
+    takes_ssmax = True
+
+    def __init__(self, cfg, layer=0):
+        super().__init__()
+        self.theta_width = torch.nn.Parameter(torch.linspace(0, 3, cfg.n_head))
+
+    def forward(self, n):
+        distance = torch.arange(n, device=self.theta_width.device)
+        return -torch.log1p((distance / self.theta_width.exp()[:, None]).square())
+
+
+def test_a_new_prior_is_drawn_and_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(M.PRIORS, "cauchy", CauchyPrior)
+    monkeypatch.setattr(M, "ENCODINGS", (*M.ENCODINGS, "cauchy"))
+    run = save_run(tmp_path / "run", model := make_model("cauchy", True))
+    log = [json.dumps({"step": step} | model.prior_values()) for step in (10, 20)]
+    (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
+    axes = P.learned_training(runs.read_records(run / "log.jsonl")).axes
+    assert [axis.get_ylabel().split()[0] for axis in axes] == ["theta_width", "s"]
+    call(monkeypatch, run, "--lengths=150", "--depths=1")
+    assert "head  theta_width" in capsys.readouterr().out
+    (record,) = runs.read_records(run / "eval/priors.jsonl")
+    names = "head theta_width s width_512 width_8192 needle"
+    assert list(record["heads"][0]) == names.split()
+    learned = {"learned_priors", "learned_training"}
+    assert pictures(run / "eval") == learned | {"prompt_curves", "prompt_maps", "prompt_log_z"}
 
 
 @pytest.mark.parametrize("pe", ["nope", "sinusoidal", "rope", "alibi"])
 def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsys):
     """Without a prior there is nothing to draw of it, and the program says so."""
     run = save_run(tmp_path / "run", make_model(pe, pe == "alibi"))
-    (tmp_path / "own.txt").write_text(
-        "The word is banana.\nWhat is the word? It is\n", encoding="utf-8"
-    )
+    own = "The word is banana.\nWhat is the word? It is\n"
+    (tmp_path / "own.txt").write_text(own, encoding="utf-8")
     call(monkeypatch, run, f"--prompt={tmp_path / 'own.txt'}", "--needle=banana", "--show=1")
     assert (f"{pe} adds no prior" in capsys.readouterr().out) == (pe != "alibi")
     priors = {"learned_priors", "prompt_log_z"} if pe == "alibi" else set()
@@ -334,10 +339,6 @@ def test_errors_are_one_sentence_and_come_before_any_picture(
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *(word.replace("RUN", str(run)) for word in arguments))
     printed = capsys.readouterr().err.strip()
-    assert (
-        stopped.value.code == 2
-        and message in printed
-        and printed.startswith("error: ")
-        and "\n" not in printed
-    )
+    assert stopped.value.code == 2 and message in printed
+    assert printed.startswith("error: ") and "\n" not in printed
     assert not (run / "eval").exists()
