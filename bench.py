@@ -196,20 +196,12 @@ def row_of(record: dict, plain: dict) -> list[str]:
     ]
 
 
-def shape_of(config: str | None) -> tuple[M.ModelConfig, int]:
-    """Model and batch size of a config file; without one, of the defaults, the 120M model."""
-    kinds = configurator.field_types([M.ModelConfig, TrainConfig])
-    values = configurator.load_file(Path(config), kinds) if config else {}
-    shape = {k: v for k, v in values.items() if k in M.ModelConfig.__dataclass_fields__}
-    return M.ModelConfig(**shape), values.get("batch_size", TrainConfig.batch_size)
-
-
 def bench_training(
-    config: str | None, cfg: BenchConfig, device: torch.device, dtype: torch.dtype
+    words: list[str], cfg: BenchConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    with user_errors():
-        model_cfg, batch_size = shape_of(config)
-    cfg = replace(cfg, batch_size=cfg.batch_size or batch_size)
+    kinds = [M.ModelConfig, TrainConfig]
+    (model_cfg, trained), _ = configurator.parse(kinds, words, None, positional="config")
+    cfg = replace(cfg, batch_size=cfg.batch_size or trained.batch_size)
     print(
         f"{model_cfg.n_layer} layers of {model_cfg.n_embd}, {cfg.batch_size} x {model_cfg.block_size} tokens a step"
     )
@@ -391,7 +383,7 @@ def main() -> None:
     )
     if cfg.streaming:
         return bench_streaming(words[0], cfg, device)
-    for config in words or [None]:
+    for config in [[word] for word in words] or [[]]:
         bench_training(config, cfg, device, dtype)
 
 

@@ -2,11 +2,13 @@
 
 from configurator import fail, meanings, parse, run, user_errors
 
+import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
+from argparse import ArgumentError
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ class Net:
     # that goes on below, and is long enough that the help has to break it into two lines or more
 
     # a remark that belongs to no field
-    bias: bool = False  # add a bias # and a hash
+    bias: bool = False  # add 100% of a bias # and a hash
 
     def __post_init__(self):
         n_layer: int = self.n_layer  # a local variable, no field
@@ -75,8 +77,7 @@ def file(tmp_path):
 
 
 def test_defaults_and_the_three_kinds_of_words():
-    assert read() == (Net(), Run(), None)
-    assert read(positional=None) == (Net(), Run(), None)
+    assert read() == read(positional=None) == (Net(), Run(), [])
     assert read("a", "--n_layer=3", "b", positional="runs") == (Net(n_layer=3), Run(), ["a", "b"])
     assert read(positional="runs")[2] == []
 
@@ -140,31 +141,35 @@ def test_command_line_value(word, value):
         ("--learning-rate=3", "unknown key 'learning-rate'; did you mean 'learning_rate'?"),
         ("--xyz", "unknown key 'xyz'; see --help"),
         ("-x", "unknown key '-x'; see --help"),
-        ("--n_layer", "expected an int behind an equals sign; write --n_layer=VALUE"),
     ],
 )
 def test_command_line_mistake(capsys, word, why):
     assert refused(capsys, word) == f"error: {word}: {why}\n"
 
 
-def test_a_value_behind_a_space(capsys):
-    assert "write --n_layer=3" in refused(capsys, "--n_layer", "3")
-    assert "write --n_layer=3" in refused(capsys, "x.py", "--n_layer", "3")  # not: two config files
-    assert "write --n_layer=VALUE" in refused(capsys, "--n_layer", "--bias")
-    assert "write --bias=false" in refused(capsys, "--bias", "false")
-    assert read("--bias", "out/a", positional="runs")[0].bias is True
+def test_a_value_after_a_space_or_none(capsys, file):
+    assert read("--n_layer", "3")[0].n_layer == 3
+    net, run, words = read(file(""), "--n_layer", "3", "--learning_rate", "-1")
+    assert (net.n_layer, run.learning_rate, len(words)) == (3, -1.0, 1)
+    assert read("--bias=true", "--bias", "false")[0].bias is False
+    net, _, words = read("--bias", "out/a", positional="runs")
+    assert net.bias is True and words == ["out/a"]
+    for words in (["--n_layer"], ["--n_layer", "--bias"]):
+        assert "--n_layer: expected one argument; write --key=value" in refused(capsys, *words)
+    assert "--n_layer=x: expected an int" in refused(capsys, "--n_layer", "x")
 
 
 def test_later_wins(file):
     path = file("n_layer = 2\nlearning_rate = 2.0")
     net, run, taken = read("--n_layer=3", path, "--n_layer=4")
-    assert (net.n_layer, run.learning_rate, taken) == (4, 2.0, str(path))
+    assert (net.n_layer, run.learning_rate, taken) == (4, 2.0, [str(path)])
 
 
 def test_config_file_values(file):
     path = file(
-        "import math\nimport os.path as p\n_n = 5\nn_layer: int = _n\nlearning_rate = 1\nlengths = [1, 2]\n"
-        "betas = 1\ntasks = 'a'\nout_dir = __file__ + ' \N{GREEK SMALL LETTER BETA}'\nbias = True\npe = 'nope'"
+        "import math\nimport os.path as p\n_n = 5\nn_layer: int = _n\nlearning_rate = 1\n"
+        "lengths = [1, 2]\nbetas = 1\ntasks = 'a'\nbias = True\npe = 'nope'\n"
+        "out_dir = __file__ + ' \N{GREEK SMALL LETTER BETA}'"
     )
     net, run, _ = read(path)
     assert net == Net(5, "nope", True)
@@ -238,8 +243,8 @@ def test_base_mistakes(capsys, file):
     file("base = 'sub/b.py'", "a.py")
     path = file("base = '../a.py'", "sub/b.py")
     assert "base goes in a circle" in refused(capsys, path)
-    assert "x.py: base = 'none.py': expected the path" in refused(capsys, file("base = 'none.py'"))
-    assert "x.py: base = 3: expected the path" in refused(capsys, file("base = 3"))
+    assert "none.py: no such file" in refused(capsys, file("base = 'none.py'"))
+    assert "x.py: base = 3: expected a string" in refused(capsys, file("base = 3"))
     file("n_leyer = 3", "bad.py")
     assert "bad.py: unknown key 'n_leyer'" in refused(capsys, file("base = 'bad.py'"))
 
@@ -257,37 +262,36 @@ def help_of(capsys, *argv, positional="config") -> str:
     return out
 
 
-def test_help_lists_every_key(capsys):
+def test_help_lists_every_key(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     text = help_of(capsys, "--help")
     assert max(map(len, text.splitlines())) <= 100
     flat = re.sub(r"\s+", " ", text)
-    assert flat.startswith("First. usage: python ") and "Second" not in flat
-    net, run = flat.split(" Net ")[1].split(" Run ")
+    assert flat.startswith("usage: python ") and " First. Net: " in flat and "Second" not in flat
+    net, run = flat.split(" Net: ")[1].split(" Run: ")
     assert net == (
-        "--n_layer=12 (int) number of Transformer blocks "
-        "--pe=rope (one of nope, rope) positional encoding, a meaning that goes on below, and is long enough that the "
-        "help has to break it into two lines or more "
-        "--bias=false (bool) add a bias # and a hash"
+        "--n_layer 12 (an int) number of Transformer blocks "
+        "--pe rope (one of nope, rope) positional encoding, a meaning that goes on below, and is "
+        "long enough that the help has to break it into two lines or more "
+        "--bias false (true or false) add 100% of a bias # and a hash"
     )
-    assert run.strip() == (
-        "--learning_rate=0.0006 (float) peak --out_dir='out/a b' (str) folder "
-        "--lengths=512,4096 (ints separated by commas) context lengths "
-        "--betas=0.9,0.95 (floats separated by commas) of Adam --tasks='' (strs separated by commas) tasks"
+    assert run.startswith(
+        "--learning_rate 0.0006 (a finite number) peak --out_dir 'out/a b' (a string) folder "
+        "--lengths 512,4096 (ints separated by commas) context lengths "
+        "--betas 0.9,0.95 (floats separated by commas) of Adam "
+        "--tasks '' (strs separated by commas) tasks "
     )
 
 
 def test_help_usage_and_defaults_of_a_config_file(capsys, file):
     assert "[CONFIG.py] [--key=value ...]\n" in help_of(capsys, "-h", "--n_leyer=3")
     assert "[runs ...] [--key=value ...]\n" in help_of(capsys, "out/a", "-h", positional="runs")
-    assert re.search(
-        r"^usage: python \S+ \[--key=value ...\]$", help_of(capsys, "-h", positional=None), re.M
-    )
+    usage = help_of(capsys, "-h", positional=None)
+    assert re.search(r"^usage: python \S+ \[--key=value ...\]$", usage, re.M)
     path = file(f"n_layer = 7\nout_dir = '{'long/' * 9}'")
     text = help_of(capsys, path, "--help")
-    assert (
-        "--n_layer=7 " in text
-        and f"--out_dir={'long/' * 9}\n" + " " * 32 + "(str) folder\n" in text
-    )
+    assert "--n_layer 7 " in text and "--learning_rate 0.0006" in text
+    assert re.search(rf"--out_dir {'long/' * 9}\n +\(a string\) folder\n", text)
 
 
 def test_mistakes_of_the_programmer():
@@ -299,9 +303,10 @@ def test_mistakes_of_the_programmer():
     class Odd:
         table: dict = None  # no supported type
 
-    for classes, why in (([Net, Twice], "n_layer: the name is taken"), ([Odd], "unsupported type")):
-        with pytest.raises(AssertionError, match=why):
-            parse(classes, [], "")
+    with pytest.raises(ArgumentError, match="n_layer"):
+        parse([Net, Twice], [], "")
+    with pytest.raises(KeyError, match="dict"):
+        parse([Odd], [], "")
 
 
 def test_user_errors_turns_only_what_a_user_causes(capsys, tmp_path):
@@ -344,7 +349,7 @@ def test_ctrl_c_ends_without_a_traceback(capsys):
 
 
 def call(code, stdout=subprocess.PIPE, **environment):
-    """A process that runs `code` after importing configurator; stdout "closed": a pipe that nobody reads."""
+    """A process that imports configurator and runs `code`. stdout "closed": a pipe nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import configurator as c\n{code}"
@@ -418,12 +423,9 @@ def test_the_home_folder_in_every_string(monkeypatch, file):
 
 
 def test_every_key_of_every_script_has_a_meaning():
-    """A formatter may move a comment away from its field, and --help would lose it without a word."""
-    import bench, eval_downstream, eval_passkey, eval_ruler, model, plot_priors, prepare_fineweb, train  # noqa: E401, I001
-
-    for cls in (
-        model.ModelConfig, train.TrainConfig, bench.BenchConfig, prepare_fineweb.PrepareConfig, plot_priors.PlotConfig,
-        eval_passkey.PasskeyConfig, eval_ruler.RulerConfig, eval_downstream.DownstreamConfig,
-    ):  # fmt: skip
-        found = meanings(cls)
-        assert not [field.name for field in fields(cls) if len(found[field.name]) < 3], cls
+    """A formatter may move a comment away from its field, and --help would silently lose it."""
+    for script in SCRIPTS:
+        for name, cls in vars(importlib.import_module(script.removesuffix(".py"))).items():
+            if name.endswith("Config"):
+                texts = meanings(cls)
+                assert not [f.name for f in fields(cls) if len(texts[f.name]) < 3], cls
