@@ -1,6 +1,4 @@
-"""bench.py: every row is the model that it says, one failing row costs no other, and the command line works."""
-
-import json
+"""bench.py: every row is the model that it says, and one failing row costs no other."""
 
 import numpy as np
 import pytest
@@ -9,21 +7,18 @@ from conftest import make_model
 
 import bench as B
 import model as M
-from runs import save_checkpoint
+from runs import read_records, save_checkpoint
 
 
 def test_plain_attention_is_that_of_the_model_without_a_prior(float64):
     model, idx = make_model("nope", False).double(), torch.arange(40)[None]
-    expected = model(idx)
-    with B.attention_of(model, B.Case("nope", "plain", False)):
-        plain = model(idx)
-    assert M.reference_attention is not B.plain_attention and torch.equal(model(idx), expected)
-    assert not torch.equal(plain, expected)
-    torch.testing.assert_close(plain, expected, atol=1e-10, rtol=0)
+    expected, model.attention = model(idx), "plain"
+    assert not torch.equal(model(idx), expected)
+    torch.testing.assert_close(model(idx), expected, atol=1e-10, rtol=0)
 
 
 def test_rows_on_cuda_hold_the_ten_encodings_between_two_plain_ones():
-    rows = B.cases(B.BenchConfig(), cuda=True)
+    rows = B.list_cases(B.BenchConfig(), cuda=True)
     assert rows[0] == rows[-1] == B.Case("nope", "plain", True)
     assert [r.encoding for r in rows[1:11]] == list(B.ENCODINGS) and {
         r.attention for r in rows[1:11]
@@ -53,10 +48,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     B.main()
     printed = capsys.readouterr().out
     assert "4 x 32 tokens a step" in printed and "RuntimeError: no such kernel" in printed
-    records = [
-        json.loads(line)
-        for line in (tmp_path / "new/bench.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    records = read_records(tmp_path / "new/bench.jsonl")
     assert [r["case"].split(", ")[1] for r in records] == ["nope", "alibi", "ggd-ssmax", "nope"]
     assert (
         records[2]["tokens_per_second"] > 0
@@ -68,15 +60,14 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_ways_to_score_a_long_text_agree():
-    """All but the one without a prior; dense is the model's own forward."""
+    """All but the one without a prior, which agrees where there is none. dense: the forward."""
+    idx = torch.randint(0, 256, (1, 700), generator=torch.Generator().manual_seed(0))
     for pe, ssmax in (("ggd", True), ("ggd", False), ("alibi", True), ("rope", False)):
-        model, idx = (
-            make_model(pe, ssmax),
-            torch.randint(0, 256, (1, 700), generator=torch.Generator().manual_seed(0)),
-        )
+        model = make_model(pe, ssmax)
         expected = model(idx[:, :-1])[:, -9:].argmax(-1)
         for way in ("dense", "exact", "skipping"):
-            assert torch.equal(B.WAYS[way](model, idx, 9)[0], expected), (pe, way)
+            assert torch.equal(B.answer(way, model, idx, 9)[0], expected), (pe, way)
+        assert torch.equal(B.answer("plain", model, idx, 9)[0], expected) == (pe == "rope"), pe
 
 
 def test_streaming_command_line(tmp_path, monkeypatch, capsys):
@@ -88,10 +79,7 @@ def test_streaming_command_line(tmp_path, monkeypatch, capsys):
     B.main()
     printed = capsys.readouterr().out
     assert "layer 1:" in printed and printed.count("skipping") == 4 and printed.count("dense") == 4
-    records = [
-        json.loads(line)
-        for line in (tmp_path / "bench.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    records = read_records(tmp_path / "bench.jsonl")
     assert [r["way"] for r in records] == [*B.WAYS, *B.WAYS]
     assert all(r["seconds"] > 0 and r["length"] in (600, 1500) for r in records)
     assert (
@@ -104,14 +92,10 @@ def test_a_clock_that_does_not_move_is_no_division_by_zero(monkeypatch):
     monkeypatch.setattr(B.time, "perf_counter", lambda: 5.0)
     shape = M.ModelConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
     cfg = B.BenchConfig(batch_size=1, steps=1, warmup=0)
-    assert (
-        B.measure(B.Case("nope", "plain", False), shape, cfg, torch.device("cpu"), torch.float32)[
-            "bytes"
-        ]
-        is None
-    )
+    case, cpu = B.Case("nope", "plain", False), torch.device("cpu")
+    assert B.measure(case, shape, cfg, cpu, torch.float32)["bytes"] is None
     record = {"way": "exact", "length": 256, "seconds": 0.0, "bytes": None, "skipped_blocks": None}
-    assert B.streaming_row(record, record)[2:5] == ["0.00", "0.0000", ""]
+    assert B.format_way(record, record)[2:5] == ["0.00", "0.0000", ""]
 
 
 @pytest.mark.parametrize(
