@@ -203,11 +203,17 @@ def meanings(cls: type) -> dict[str, str]:
     return texts
 
 
+class Formatter(argparse.HelpFormatter):
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return f"{action.option_strings[0]}={action.metavar}"  # argparse has a space there
+
+
 def make_parser(classes: list[type], doc: str | None, words: str, values: dict[str, Any]):
     """One option per field, a group per class. `values` take the place of the fields' defaults."""
     parser = argparse.ArgumentParser(
         usage=f"python {Path(sys.argv[0]).name} {words}[--key=value ...]",
         description=(doc or "").split("\n\n")[0],
+        formatter_class=Formatter,
         epilog="Each key stands with its default. --key alone means --key=true.",
         argument_default=argparse.SUPPRESS,
         add_help=False,

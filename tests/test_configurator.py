@@ -270,16 +270,16 @@ def test_help_lists_every_key(capsys, monkeypatch):
     assert flat.startswith("usage: python ") and " First. Net: " in flat and "Second" not in flat
     net, run = flat.split(" Net: ")[1].split(" Run: ")
     assert net == (
-        "--n_layer 12 (an int) number of Transformer blocks "
-        "--pe rope (one of nope, rope) positional encoding, a meaning that goes on below, and is "
+        "--n_layer=12 (an int) number of Transformer blocks "
+        "--pe=rope (one of nope, rope) positional encoding, a meaning that goes on below, and is "
         "long enough that the help has to break it into two lines or more "
-        "--bias false (true or false) add 100% of a bias # and a hash"
+        "--bias=false (true or false) add 100% of a bias # and a hash"
     )
     assert run.startswith(
-        "--learning_rate 0.0006 (a finite number) peak --out_dir 'out/a b' (a string) folder "
-        "--lengths 512,4096 (ints separated by commas) context lengths "
-        "--betas 0.9,0.95 (floats separated by commas) of Adam "
-        "--tasks '' (strs separated by commas) tasks "
+        "--learning_rate=0.0006 (a finite number) peak --out_dir='out/a b' (a string) folder "
+        "--lengths=512,4096 (ints separated by commas) context lengths "
+        "--betas=0.9,0.95 (floats separated by commas) of Adam "
+        "--tasks='' (strs separated by commas) tasks "
     )
 
 
@@ -290,8 +290,8 @@ def test_help_usage_and_defaults_of_a_config_file(capsys, file):
     assert re.search(r"^usage: python \S+ \[--key=value ...\]$", usage, re.M)
     path = file(f"n_layer = 7\nout_dir = '{'long/' * 9}'")
     text = help_of(capsys, path, "--help")
-    assert "--n_layer 7 " in text and "--learning_rate 0.0006" in text
-    assert re.search(rf"--out_dir {'long/' * 9}\n +\(a string\) folder\n", text)
+    assert "--n_layer=7 " in text and "--learning_rate=0.0006" in text
+    assert re.search(rf"--out_dir={'long/' * 9}\n +\(a string\) folder\n", text)
 
 
 def test_mistakes_of_the_programmer():
