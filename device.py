@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import time
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,9 @@ class Processes(NamedTuple):
 
     def leave(self) -> None:
         if self.world > 1:
+            time.sleep(
+                0.1
+            )  # destroying waits for threads of gloo, which may wait for Python's lock
             dist.destroy_process_group()
 
     def mean(self, t: Tensor) -> Tensor:

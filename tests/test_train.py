@@ -332,9 +332,10 @@ def test_a_model_without_finite_validation_loss_is_not_saved(data, tmp_path, mon
 
 def test_the_commit_is_this_programs_and_says_what_was_changed(tmp_path, monkeypatch):
     def git(*arguments):
-        about = ("user.name=Ada", "user.email=ada@example.org", "commit.gpgsign=false")
-        command = ["git", "-C", str(tmp_path), *(f"-c{word}" for word in about), *arguments]
-        return subprocess.check_output(command, text=True).strip()
+        command = ["git", "-C", str(tmp_path)]
+        for setting in ("user.name=Ada", "user.email=ada@example.org", "commit.gpgsign=false"):
+            command += ["-c", setting]
+        return subprocess.check_output([*command, *arguments], text=True).strip()
 
     monkeypatch.setattr(T, "ROOT", tmp_path)
     assert T.git_commit() is None
@@ -452,7 +453,7 @@ def test_last_target_of_packed_windows_is_not_trained(tmp_path):
 def test_validation_contexts_score_the_same_targets(data):
     """Documents of 90 tokens hold one window of 4 x 16 + 1. The model here sees no context."""
     model_cfg, cfg = configs(data, pe="nope", ssmax="false")
-    sets = T.validation_sets(T.find_data(cfg, model_cfg, 1)[1], 256, 8)
+    sets = T.pick_validation(T.find_data(cfg, model_cfg, 1)[1], 256, 8)
     long = sets["val_4x"][0]
     assert long.shape[1] == 65 and not (long[:, 1:] == 256).any()
     model = T.GPT(model_cfg)
@@ -465,7 +466,7 @@ def test_validation_contexts_score_the_same_targets(data):
 def test_no_long_document_is_said(tmp_path, capsys):
     write_data(tmp_path / "short", document=30)
     model_cfg, cfg = configs(tmp_path / "short")
-    assert set(T.validation_sets(T.find_data(cfg, model_cfg, 1)[1], 256, 8)) == {"val"}
+    assert set(T.pick_validation(T.find_data(cfg, model_cfg, 1)[1], 256, 8)) == {"val"}
     assert "no val_2x" in capsys.readouterr().out
 
 
