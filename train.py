@@ -13,7 +13,6 @@ from configurator import check_folder, fail, say, user_errors
 import io
 import json
 import math
-import re
 import shlex
 import signal
 import subprocess
@@ -46,7 +45,7 @@ from data import (
 from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
 from model import GPT, ModelConfig, documents
 from prepare_fineweb import PrepareConfig, changes
-from runs import load_checkpoint, save_checkpoint
+from runs import load_checkpoint, read_records, save_checkpoint
 
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 10  # give a run up after this many steps in a row without a finite loss and gradient
@@ -93,14 +92,11 @@ class TrainConfig:
         counts = "batch_size tokens_per_step max_steps log_interval eval_interval eval_windows"
         sizes = "seed learning_rate prior_lr ssmax_lr warmup_steps weight_decay grad_clip"
         shares = "min_lr_fraction beta1 beta2"
-        for names, low, high, range in (
-            (counts, 1, math.inf, "at least 1"),
-            (sizes, 0, math.inf, "at least 0"),
-            (shares, 0, 1, "from 0 to 1"),
-        ):
+        for names, low, high in ((counts, 1, math.inf), (sizes, 0, math.inf), (shares, 0, 1)):
             for name in names.split():
                 if not low <= (value := getattr(self, name)) <= high:
-                    raise ValueError(f"{name} is {value}; it must be {range}")
+                    allowed = f"from {low} to {high}" if high == 1 else f"at least {low}"
+                    raise ValueError(f"{name} is {value}; it must be {allowed}")
         if not self.out_dir or not self.data:
             raise ValueError("data and out_dir must name folders")
 
@@ -254,28 +250,30 @@ def learning_rate_factor(step: int, cfg: TrainConfig) -> float:
 # ---- validation
 
 
-def validation_sets(val: Windows, eot: int, count: int) -> dict[str, tuple[Tensor, int]]:
+def pick_validation(val: Windows, eot: int, count: int) -> dict[str, tuple[Tensor, int]]:
     """Name -> fixed windows, and how many of their last tokens are targets. "val": `count` windows
     as in training. "val_1x", "val_2x", "val_4x": windows inside long documents, whose last T/2
     tokens are the same targets with T, 2T and 4T tokens of context."""
     picks = np.linspace(0, len(val) - 1, min(count, len(val))).astype(int)
-    sets = {"val": (torch.from_numpy(val.take(picks)), val.T)}
+    validation = {"val": (torch.from_numpy(val.take(picks)), val.T)}
     long = long_windows(val, eot, 4, max(1, count // 4))
     if long is None:
         print(f"validation: no document is longer than 4 x {val.T} tokens, so no val_2x and val_4x")
-        return sets
-    long = torch.from_numpy(long)
-    return sets | {f"val_{c}x": (long[:, -c * val.T - 1 :], val.T // 2) for c in (1, 2, 4)}
+        return validation
+    for c in (1, 2, 4):
+        windows = torch.from_numpy(long[:, -c * val.T - 1 :])
+        validation[f"val_{c}x"] = (windows, val.T // 2)
+    return validation
 
 
 @torch.no_grad()
 def evaluate(
-    model: GPT, sets: dict, eot: int, tokens: int, processes: Processes, autocast
+    model: GPT, validation: dict, eot: int, tokens: int, processes: Processes, autocast
 ) -> dict[str, float]:
-    """Mean loss of each set's targets, about `tokens` at once in each process."""
+    """Name -> mean loss of the targets. Each process takes its share, about `tokens` at once."""
     model.eval()
     losses, device = {}, next(model.parameters()).device
-    for name, (windows, targets) in sets.items():
+    for name, (windows, targets) in validation.items():
         total = torch.zeros((), dtype=torch.float64, device=device)
         rows = max(1, tokens // (windows.shape[1] - 1))
         for w in windows[processes.rank :: processes.world].split(rows):
@@ -343,16 +341,6 @@ def resume(out: Path, state: State, saved: dict) -> None:
     print(f"resumed {out} at step {state.step}" + f", changed: {changed}" * bool(changed))
 
 
-def trim_log(log: Path, step: int) -> None:
-    """Remove what a killed run logged after its checkpoint: resuming will write it again."""
-    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
-    step_of = re.compile(r'\{"step": (\d+),.*\}\n')  # not of a line half written
-    with replacing(log) as file:
-        for line in lines:
-            if (found := step_of.fullmatch(line)) and int(found[1]) <= step:
-                file.write(line.encode())
-
-
 def git_commit() -> str | None:
     """This program's commit, with -dirty if its files differ, or None if it is unknown."""
     try:  # with the folder named: git would go up to a repository that merely holds this program
@@ -403,7 +391,7 @@ def main() -> None:
     device, dtype, compiled, attention = choose_device(cfg, processes)
     order = Order(len(train), cfg.tokens_per_step // T, cfg.seed)
     batches = partial(read_batches, train, order, meta, cfg, model_cfg, processes, device)
-    sets = validation_sets(val, meta["eot"], cfg.eval_windows)
+    validation = pick_validation(val, meta["eot"], cfg.eval_windows)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.manual_seed(cfg.seed)
     model = GPT(model_cfg).to(device)
@@ -420,7 +408,10 @@ def main() -> None:
         run = DistributedDataParallel(run, forward_sync_buffers=False, gradient_as_bucket_view=True)
     if rank == 0:
         write_json(out / "config.json", {"model": asdict(model_cfg), "train": asdict(cfg)})
-        trim_log(out / "log.jsonl", state.step)
+        # what a killed run logged after its checkpoint will be logged again
+        log = [record for record in read_records(out / "log.jsonl") if record["step"] <= state.step]
+        with replacing(out / "log.jsonl") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in log).encode())
     sizes = {k: sum(p.numel() for p in group) for k, group in model.parameter_groups().items()}
     parts = ", ".join(f"{kind} {n:,}" for kind, n in sizes.items())
     print(f"{sum(sizes.values()):,} parameters: {parts}")
@@ -428,8 +419,8 @@ def main() -> None:
     if state.step >= cfg.max_steps:
         print(f"{out} is at step {state.step} of {cfg.max_steps} already: nothing to do")
 
-    # Ctrl-C, SIGTERM (torchrun, job schedulers) and a reader that has gone (`| head`) stop the run
-    # after the current step. A second Ctrl-C ends it at once.
+    # Three things stop the run after the current step: Ctrl-C (a second one ends it at once),
+    # SIGTERM (from torchrun and job schedulers), and a reader that has gone (`| head`).
     stop = stopping = False
 
     def report(line: str) -> None:
@@ -503,7 +494,9 @@ def main() -> None:
         record["mfu"] = rate * model.flops_per_token(T) / (peak * world) if peak else None
         record["peak_memory"] = peak_memory(device)
         if validate:
-            record |= evaluate(model, sets, meta["eot"], cfg.batch_size * T, processes, autocast)
+            record |= evaluate(
+                model, validation, meta["eot"], cfg.batch_size * T, processes, autocast
+            )
             if not math.isfinite(record["val"]):
                 trouble = f"has the validation loss {record['val']}"
             if not trouble and record["val"] < state.best:
