@@ -8,7 +8,7 @@ exactly as if it had never stopped.
 """
 
 import configurator
-from configurator import check_folder, fail, say, user_errors
+from configurator import fail, say, user_errors
 
 import io
 import json
@@ -43,8 +43,6 @@ VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 
 @dataclass
 class TrainConfig:
-    """How to train."""
-
     data: str = "data/fineweb10B"  # folder of token shards
     prepare: str = ""  # if that folder is missing, run prepare_fineweb.py first with these options
     out_dir: str = "out/run"  # folder of the run
@@ -61,15 +59,15 @@ class TrainConfig:
     beta1: float = 0.9  # optimizer: decay of the mean of the gradient
     beta2: float = 0.95  # optimizer: decay of the mean of its square
     weight_decay: float = 0.1  # of matrices and embeddings; norms, theta and s have none
-    shard_optimizer: bool = False  # under torchrun each process holds a part of the optimizer's
-    # state (ZeRO stage 1)
+    shard_optimizer: bool = False  # under torchrun: each process holds a part of its state (ZeRO 1)
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     log_interval: int = 10  # steps between log lines
     eval_interval: int = 500  # steps between validations and checkpoints
     eval_windows: int = 256  # validation windows of block_size tokens
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; the weights stay
-    # float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # autocast; weights: float32
+    )
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA
     attention: Literal["auto", "reference", "fused"] = "auto"  # fused: one kernel without a T x T
     # tensor, on CUDA with compile; reference: explicit scores, anywhere; auto: fused where possible
@@ -87,9 +85,7 @@ class TrainConfig:
 
 
 @user_errors()
-def find_data(
-    cfg: TrainConfig, model_cfg: ModelConfig, world: int
-) -> tuple[Windows, Windows, dict]:
+def find_data(cfg: TrainConfig, model_cfg: ModelConfig, world: int):
     """Training windows, validation windows and meta.json. Prepares the data if it is missing."""
     folder, T, vocab = Path(cfg.data), model_cfg.block_size, model_cfg.vocab_size
     missing = not shard_files(folder) or (folder / data.UNFINISHED).exists()
@@ -105,7 +101,10 @@ def find_data(
     meta = data.read_meta(folder) or {"tokenizer": "gpt2", "window": None}  # llm.c's have none
     meta["eot"] = data.get_tokenizer(meta["tokenizer"]).eot_token
     if cfg.prepare:
-        check_settings(cfg, meta.get("settings", {}))
+        (wanted,), _ = configurator.parse([PrepareConfig], shlex.split(cfg.prepare), None)
+        if differ := ", ".join(changes(meta.get("settings", {}), wanted)):
+            advice = "choose a new folder, --data=NAME, or use it as it is, --prepare="
+            fail(f"{folder} was prepared with {differ}; {advice}")
     if meta["window"] not in (None, T):
         packed = f"packed for windows of {meta['window']} tokens, block_size is {T}"
         fail(f"{folder} has exercises {packed}; prepare it again")
@@ -114,17 +113,6 @@ def find_data(
         advice = f"set vocab_size to {highest + 1}, or see prepare_fineweb.py --check {folder}"
         fail(f"{folder} has the token id {highest}, vocab_size is {vocab}; {advice}")
     return train, val, meta
-
-
-def check_settings(cfg: TrainConfig, settings: dict) -> None:
-    """Refuse data that was prepared with other settings than `prepare` has."""
-    (wanted,), _ = configurator.parse([PrepareConfig], shlex.split(cfg.prepare), None)
-    differ = changes(settings, wanted)
-    if not all(Path(name).is_file() for name in wanted.files):  # the texts may be gone by now
-        differ = [change for change in differ if not change.startswith("files=")]
-    if differ:
-        advice = "prepare another folder, with --data=NAME, or use it as it is, with --prepare="
-        fail(f"{cfg.data} was prepared with {', '.join(differ)}; {advice}")
 
 
 def read_batches(train: Windows, order: Order, meta, cfg, model_cfg, processes, device, step: int):
@@ -156,13 +144,12 @@ def choose_device(cfg: TrainConfig) -> tuple[torch.device, torch.dtype, bool, st
     """Device, autocast type, whether to compile, how to compute attention. Prints what and why."""
     device, why = pick_device(cfg.device)
     dtype, reason = pick_dtype(cfg.dtype, device)
-    cuda = device.type == "cuda"
-    compiled = cuda if cfg.compile == "auto" else cfg.compile == "true"
-    if cfg.attention == "fused" and not (cuda and compiled):
-        fail("attention fused needs CUDA and compile; use --attention=reference")
-    attention = cfg.attention
+    compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
+    can_fuse, attention = compiled and device.type == "cuda", cfg.attention
     if attention == "auto":
-        attention = "fused" if cuda and compiled else "reference"
+        attention = "fused" if can_fuse else "reference"
+    if attention == "fused" and not can_fuse:
+        fail("attention fused needs CUDA and compile; use --attention=reference")
     print(f"device {device} ({why}), {str(dtype).removeprefix('torch.')} ({reason}), ", end="")
     print(f"compile {'on' if compiled else 'off'}, attention {attention}")
     return device, dtype, compiled, attention
@@ -221,8 +208,7 @@ def pick_validation(val: Windows, eot: int, count: int) -> dict[str, tuple[torch
     long = long_windows(val, eot, 4, max(1, count // 4))
     if long is None:
         print(f"validation: no document is longer than 4 x {val.T} tokens, so no val_2x and val_4x")
-        return validation
-    for c in (1, 2, 4):
+    for c in () if long is None else (1, 2, 4):
         validation[f"val_{c}x"] = torch.from_numpy(long[:, -c * val.T - 1 :]), val.T // 2
     return validation
 
@@ -260,14 +246,13 @@ def resume(out: Path, saved: dict, model: GPT, optimizer, scaler, about: dict) -
     model.load_state_dict(saved["model"])
     scaler.load_state_dict(saved["scaler"])
     torch.set_rng_state(saved["rng"])
-    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for old, new in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+        old |= {k: v for k, v in new.items() if k != "params"}  # this call's rates, decay and betas
     optimizer.load_state_dict(saved["optimizer"])
-    for group, option in zip(optimizer.param_groups, options, strict=True):
-        group.update(option)  # rates, decay and betas are those of this call
     then, now = (x["train_config"] | {"processes": x["processes"]} for x in (saved, about))
     differ = [k for k in now if k != "resume" and now[k] != then.get(k)]
     changed = [f"{k} {then.get(k)} -> {now[k]}" for k in differ]
-    print(f"resumed {out} at step {saved['step']}", *changed, sep=", ")
+    print(f"resumed {out} at step {saved['step']} of {now['max_steps']}", *changed, sep=", ")
 
 
 def git_commit() -> str | None:
@@ -288,9 +273,8 @@ def format_line(record: dict, max_steps: int, seconds_left: float) -> str:
 
 
 def main() -> None:
-    (model_cfg, cfg), _ = configurator.parse(
-        [ModelConfig, TrainConfig], sys.argv[1:], __doc__, positional="config"
-    )
+    kinds = [ModelConfig, TrainConfig]
+    (model_cfg, cfg), _ = configurator.parse(kinds, sys.argv[1:], __doc__, positional="config")
     out, T = Path(cfg.out_dir), model_cfg.block_size
     with user_errors():
         processes = Processes.join(cfg.device)
@@ -300,7 +284,6 @@ def main() -> None:
         else:
             sys.stdout = io.StringIO()  # the first process speaks for all
         saved = load_checkpoint(out / "last.pt") if cfg.resume else None
-        check_folder(out)
     if saved is None and any(out.glob("*.pt")):
         fail(f"{out} already holds a run; use --resume to continue it, or another --out_dir")
     micro_steps, rest = divmod(cfg.tokens_per_step, world * cfg.batch_size * T)
@@ -315,7 +298,7 @@ def main() -> None:
     device, dtype, compiled, attention = choose_device(cfg)
     order = Order(len(train), cfg.tokens_per_step // T, cfg.seed)
     batches = partial(read_batches, train, order, meta, cfg, model_cfg, processes, device)
-    validation = pick_validation(val, meta["eot"], cfg.eval_windows)
+    validation = pick_validation(val, eot := meta["eot"], cfg.eval_windows)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.manual_seed(cfg.seed)
     model = GPT(model_cfg).to(device)
@@ -342,8 +325,6 @@ def main() -> None:
     parts = ", ".join(f"{kind} {n:,}" for kind, n in sizes.items())
     print(f"{sum(sizes.values()):,} parameters: {parts}")
     print(f"{len(train):,} windows of {T} tokens an epoch, {order.per_step} a step")
-    if step >= cfg.max_steps:
-        print(f"{out} is at step {step} of {cfg.max_steps} already: nothing to do")
 
     # Three things stop the run after the current step: Ctrl-C (a second one ends it at once),
     # SIGTERM (from torchrun and job schedulers), and a reader that has gone (`| head`).
@@ -351,8 +332,7 @@ def main() -> None:
 
     def report(line: str) -> None:
         nonlocal stop
-        if not say(line):
-            stop = True
+        stop = not say(line) or stop
 
     def interrupt(*_) -> None:
         nonlocal stop
@@ -400,11 +380,10 @@ def main() -> None:
             skipped_in_a_row = 0
         else:
             skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
-            numbers = f"loss {loss}, gradient norm {norm}"
-            report(f"step {step}: {numbers}: skipped, {skipped} in all")
+            report(f"step {step}: loss {loss}, norm {norm}: skipped, {skipped} in all")
         if skipped_in_a_row == PATIENCE:
-            why = f"{PATIENCE} steps in a row had no finite loss and gradient"
-            print(f"error: {why}; use lower learning rates", file=sys.stderr)
+            why = f"{PATIENCE} steps in a row were skipped; use lower learning rates"
+            print(f"error: {why}", file=sys.stderr)
             sys.exit(DIVERGED)
         scaler.update()  # lowers the scale if unscaling has met an infinite gradient
         optimizer.zero_grad(set_to_none=True)
@@ -427,9 +406,7 @@ def main() -> None:
         record["mfu"] = rate * model.flops_per_token(T) / (peak * world) if peak else None
         record["peak_memory"] = peak_memory(device)
         if validate:
-            record |= evaluate(
-                model, validation, meta["eot"], cfg.batch_size * T, processes, autocast
-            )
+            record |= evaluate(model, validation, eot, cfg.batch_size * T, processes, autocast)
             sound = sound and math.isfinite(record["val"])
             if sound and record["val"] < best:
                 best = record["val"]
