@@ -38,7 +38,6 @@ from runs import load_checkpoint, read_records, save_checkpoint
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 10  # give a run up after this many steps in a row without a finite loss and gradient
 DIVERGED = 3  # exit status of such a run, by which study.py tells it from a mistake
-VIRTUAL = 1  # the part of a step's random numbers that draws virtual lengths
 
 
 @dataclass
@@ -65,12 +64,9 @@ class TrainConfig:
     eval_interval: int = 500  # steps between validations and checkpoints
     eval_windows: int = 256  # validation windows of block_size tokens
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # autocast; weights: float32
-    )
-    compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA
-    attention: Literal["auto", "reference", "fused"] = "auto"  # fused: one kernel without a T x T
-    # tensor, on CUDA with compile; reference: explicit scores, anywhere; auto: fused where possible
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # autocast; weights: float32
+    compile: Literal["auto", "true", "false"] = "auto"  # torch.compile; auto: on CUDA. There
+    # it fuses attention to one kernel without a T x T tensor
     resume: bool = False  # continue the run in out_dir from its last.pt
 
     def __post_init__(self):
@@ -108,7 +104,6 @@ def find_data(cfg: TrainConfig, model_cfg: ModelConfig, world: int):
     if meta["window"] not in (None, T):
         packed = f"packed for windows of {meta['window']} tokens, block_size is {T}"
         fail(f"{folder} has exercises {packed}; prepare it again")
-    # the training windows, which may be many, are checked as they are read
     if (highest := max(meta["eot"], *(int(shard.max()) for shard in val.shards))) >= vocab:
         advice = f"set vocab_size to {highest + 1}, or see prepare_fineweb.py --check {folder}"
         fail(f"{folder} has the token id {highest}, vocab_size is {vocab}; {advice}")
@@ -120,15 +115,12 @@ def read_batches(train: Windows, order: Order, meta, cfg, model_cfg, processes, 
     (B, T), and (B,) the logarithms of the virtual lengths, or None."""
     rank, world = processes
     indices = order.step(step, rank, world)
-    generator = np.random.default_rng((cfg.seed, step, VIRTUAL))
+    generator = np.random.default_rng((cfg.seed, step, 1))  # the same in all processes
     log_virtual = generator.random(order.per_step, dtype=np.float32)[rank::world]
     log_virtual = torch.from_numpy(log_virtual * math.log(model_cfg.virtual_length)).to(device)
     for at in range(0, len(indices), cfg.batch_size):
         part = slice(at, at + cfg.batch_size)
-        windows = torch.from_numpy(train.take(indices[part]))
-        if (highest := windows.max()) >= model_cfg.vocab_size:
-            fail(f"{cfg.data} has the token id {highest}, vocab_size is {model_cfg.vocab_size}")
-        windows = windows.to(device)
+        windows = torch.from_numpy(train.take(indices[part])).to(device)
         idx, targets = windows[:, :-1], windows[:, 1:].clone()
         if meta["window"]:  # packed windows are shuffled: the token after one is of another text
             targets[:, -1] = -100
@@ -137,22 +129,6 @@ def read_batches(train: Windows, order: Order, meta, cfg, model_cfg, processes, 
 
 
 # ---- model and optimizer
-
-
-@user_errors()
-def choose_device(cfg: TrainConfig) -> tuple[torch.device, torch.dtype, bool, str]:
-    """Device, autocast type, whether to compile, how to compute attention. Prints what and why."""
-    device, why = pick_device(cfg.device)
-    dtype, reason = pick_dtype(cfg.dtype, device)
-    compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
-    can_fuse, attention = compiled and device.type == "cuda", cfg.attention
-    if attention == "auto":
-        attention = "fused" if can_fuse else "reference"
-    if attention == "fused" and not can_fuse:
-        fail("attention fused needs CUDA and compile; use --attention=reference")
-    print(f"device {device} ({why}), {str(dtype).removeprefix('torch.')} ({reason}), ", end="")
-    print(f"compile {'on' if compiled else 'off'}, attention {attention}")
-    return device, dtype, compiled, attention
 
 
 def compile_model(model: GPT, batch, autocast):
@@ -183,7 +159,7 @@ def make_optimizer(model: GPT, cfg: TrainConfig) -> torch.optim.Optimizer:
     if cfg.shard_optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
+        kind = partial(ZeroRedundancyOptimizer, optimizer_class=kind)
     return kind(groups, **options)
 
 
@@ -208,7 +184,8 @@ def pick_validation(val: Windows, eot: int, count: int) -> dict[str, tuple[torch
     long = long_windows(val, eot, 4, max(1, count // 4))
     if long is None:
         print(f"validation: no document is longer than 4 x {val.T} tokens, so no val_2x and val_4x")
-    for c in () if long is None else (1, 2, 4):
+        return validation
+    for c in (1, 2, 4):
         validation[f"val_{c}x"] = torch.from_numpy(long[:, -c * val.T - 1 :]), val.T // 2
     return validation
 
@@ -249,7 +226,7 @@ def resume(out: Path, saved: dict, model: GPT, optimizer, scaler, about: dict) -
     for old, new in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
         old |= {k: v for k, v in new.items() if k != "params"}  # this call's rates, decay and betas
     optimizer.load_state_dict(saved["optimizer"])
-    then, now = (x["train_config"] | {"processes": x["processes"]} for x in (saved, about))
+    then, now = (run["train_config"] | {"processes": run["processes"]} for run in (saved, about))
     differ = [k for k in now if k != "resume" and now[k] != then.get(k)]
     changed = [f"{k} {then.get(k)} -> {now[k]}" for k in differ]
     print(f"resumed {out} at step {saved['step']} of {now['max_steps']}", *changed, sep=", ")
@@ -295,14 +272,19 @@ def main() -> None:
 
     # data, model, optimizer
     train, val, meta = find_data(cfg, model_cfg, world)
-    device, dtype, compiled, attention = choose_device(cfg)
+    with user_errors():
+        device, why = pick_device(cfg.device)
+        dtype, reason = pick_dtype(cfg.dtype, device)
+    compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
     order = Order(len(train), cfg.tokens_per_step // T, cfg.seed)
     batches = partial(read_batches, train, order, meta, cfg, model_cfg, processes, device)
     validation = pick_validation(val, eot := meta["eot"], cfg.eval_windows)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.manual_seed(cfg.seed)
     model = GPT(model_cfg).to(device)
-    model.attention = attention
+    model.attention = "fused" if compiled and device.type == "cuda" else "reference"
+    print(f"device {device} ({why}), {str(dtype).removeprefix('torch.')} ({reason}), ", end="")
+    print(f"compile {'on' if compiled else 'off'}, attention {model.attention}")
     optimizer = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     about = {"processes": world, "train_config": asdict(cfg), "tokenizer": meta["tokenizer"]}
