@@ -40,23 +40,21 @@ def pick_device(name: str) -> tuple[torch.device, str]:
         torch.zeros(1, device=device, dtype=torch.float64).item()  # angles need float64
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).split("\n")[0]
-        advice = "try --device=cpu"
-        raise ValueError(f"device {name} cannot be used here ({reason}); {advice}") from error
+        raise ValueError(f"device {name} is unusable ({reason}); try --device=cpu") from error
     return device, why
 
 
 def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The autocast type called `name`, and why. ValueError if the device cannot use it."""
-    why = "as requested"
-    if name == "auto" and device.type != "cuda":
-        name, why = "float32", "the fastest safe choice off CUDA"
-    elif name == "auto" and torch.cuda.get_device_capability(device) >= (8, 0):
-        name, why = "bfloat16", "native here"
-    elif name == "auto":  # a T4 (7.5) only emulates bfloat16
-        name, why = "float16", "no native bfloat16; with a loss scaler"
     if name == "float16" and device.type != "cuda":
         raise ValueError("dtype float16 needs a CUDA device; use --dtype=float32 or bfloat16")
-    return getattr(torch, name), why
+    if name != "auto":
+        return getattr(torch, name), "as requested"
+    if device.type != "cuda":
+        return torch.float32, "the fastest safe choice off CUDA"
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return torch.bfloat16, "native here"
+    return torch.float16, "no native bfloat16; with a loss scaler"  # a T4 only emulates bfloat16
 
 
 def device_name(device: torch.device) -> str:
@@ -89,31 +87,22 @@ class Processes(NamedTuple):
     """This process among those that torchrun has started; without torchrun, the only one."""
 
     rank: int = 0  # from 0 to world - 1, over all machines; 0 writes and prints
-    local: int = 0  # the same on this machine: which of its GPUs to take
     world: int = 1
 
     @classmethod
     def join(cls, device: str) -> "Processes":
-        """Read torchrun's environment and meet the others, on CUDA over NCCL, else over gloo."""
-        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        given = {name: os.environ.get(name, default) for name, default in defaults.items()}
-        numbers = all(value.isdecimal() for value in given.values())
-        if not numbers or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-            values = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise ValueError(
-                f"the environment has {values}, which torchrun did not set; unset them"
-            )
-        processes = cls(*map(int, given.values()))
-        if processes.world > 1:
-            cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-            if cuda:  # before any use of a GPU, or every process would open the first one too
-                torch.cuda.set_device(processes.local)
-            dist.init_process_group("nccl" if cuda else "gloo")
-            torch._dynamo.config.optimize_ddp = False  # a fused kernel needs the graph in one piece
-        return processes
+        """Meet torchrun's other processes, on CUDA over NCCL, else over gloo."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # RANK alone may come from elsewhere
+            return cls()
+        cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        if cuda:  # before any use of a GPU, or every process would open the first one too
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if cuda else "gloo")
+        torch._dynamo.config.optimize_ddp = False  # a fused kernel needs the graph in one piece
+        return cls(dist.get_rank(), dist.get_world_size())
 
     def leave(self) -> None:
-        if self.world > 1:
+        if dist.is_available() and dist.is_initialized():
             time.sleep(0.1)  # gloo's threads may still need Python's lock, which destroying holds
             dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ def test_off_cuda():
     assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as requested")
     with pytest.raises(ValueError, match="float16 needs a CUDA device"):
         D.pick_dtype("float16", CPU)
-    with pytest.raises(ValueError, match="tpu9 cannot be used here"):
+    with pytest.raises(ValueError, match="tpu9 is unusable"):
         D.pick_device("tpu9")
     assert D.peak_flops(CPU, torch.float32) is None and D.peak_memory(CPU) > 10**7
 
@@ -39,18 +39,12 @@ def test_peaks_by_the_name_of_the_device(monkeypatch, name, bfloat16):
     assert D.peak_flops(torch.device("cuda"), torch.bfloat16) == bfloat16
 
 
-@pytest.mark.parametrize(
-    ("rank", "world"),
-    [("", "1"), ("one", "2"), ("0", ""), ("-1", "2"), ("0", "0"), ("3", None), ("2", "2")],
-)
-def test_an_environment_that_torchrun_did_not_set(monkeypatch, rank, world):
+@pytest.mark.parametrize(("rank", "world"), [("", "1"), ("one", "2"), ("3", None), ("2", "2")])
+def test_an_environment_that_torchrun_did_not_set_is_not_read(monkeypatch, rank, world):
     """Above all rank 3 of one process, which would train without a word and save nothing."""
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", world) if world is not None else monkeypatch.delenv(
-        "WORLD_SIZE", False
-    )
-    with pytest.raises(ValueError, match=f"has RANK={rank}, .* torchrun did not set"):
-        D.Processes.join("cpu")
+    monkeypatch.setenv("WORLD_SIZE", world or "")
+    assert D.Processes.join("cpu") == D.Processes(rank=0, world=1)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
     running = []
     for rank in ("0", "1"):
         env = os.environ | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
-        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test"}
         running.append(subprocess.Popen(words, env=env, cwd=folder, stderr=subprocess.PIPE))
     errors = [process.communicate()[1].decode() for process in running]
     assert all(process.returncode == 0 for process in running), errors
