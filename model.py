@@ -99,9 +99,9 @@ class GGDPrior(nn.Module):
         beta < 0      no density (the paper's relaxation): silences the own token, and others as far
                       as e^theta_alpha |d|^beta is large. Far keys are equal: retrieval anywhere
     SSMax (s > 0) makes alpha_eff = alpha (s ln n)^(-1/beta): as n grows a local head narrows and an
-    anti-local one silences a wider zone. Twice s ln n is 1/2 of alpha for beta = 1, 1,024 times it
-    for beta = -0.1. At theta = 0 db/dtheta_beta is -ln(|d| + EPSILON), 11.5 at the own token, and
-    db/dtheta_alpha is -1 for every key, which softmax cancels.
+    anti-local one silences a wider zone. For twice s ln n alpha_eff is 2^(-1/beta) times as large:
+    half for beta = 1, 1,024 times for beta = -0.1. At theta = 0 db/dtheta_beta is
+    -ln(|d| + EPSILON), 11.5 at the own token, and db/dtheta_alpha -1 for all, which cancels.
     """
 
     takes_ssmax = True  # the whole log-posterior is sharpened
@@ -165,11 +165,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # that this query sees. A negative s flips whatever it multiplies.
 #
 # A virtual length (not in the paper). Past the training length s ln n is larger than ever before:
-# local heads narrow, wide ones turn steep. So training can take n as e^u times what it is, u
-# uniform in 0 ... ln(virtual_length), one draw a window: s (ln n + u) is the sharpness of a text
-# e^u times as long. Local heads then learn a shape that holds at every sharpness. Far-looking heads
-# become flat, since a slope harmless at one sharpness hides far keys at another. Nearest relative:
-# randomized positional encodings (Ruoss et al. 2023), which draw positions instead of a length.
+# local heads narrow, wide ones turn steep. So training can take e^u n for n, u drawn for a window
+# from 0 ... ln(virtual_length): s (ln n + u) is the sharpness of a text e^u times as long. Local
+# heads then learn a shape that holds at every sharpness, and far-looking heads become flat: a slope
+# harmless at one sharpness hides far keys at another. Nearest relative: randomized positional
+# encodings (Ruoss et al. 2023), which draw positions.
 
 
 @dataclass
@@ -188,13 +188,13 @@ class ModelConfig:
     ssmax_init: float = 1.0  # s at the start: 1 (paper), or 1 / ln(block_size) for plain sharpness
     ssmax_scales: Literal["posterior", "content"] = "posterior"  # ggd: what s ln n multiplies,
     # content and prior together (the paper), or the content alone, as it does for alibi
-    virtual_length: float = 1.0  # training draws the n of SSMax up to this many times larger
-    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, or one per
-    # head of a layer, or one per head of all layers, the first layer's first
+    virtual_length: float = 1.0  # training draws an n for SSMax up to this many times the real one
+    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, one a head
+    # of a layer, or one a head of all layers, the first layer's first
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta, likewise (0 and 0: the uniform prior)
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu, likewise (0: centred on the query)
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained
-    theta_beta_min: float = -1e9  # ggd: theta_beta stays at or above; 0: no anti-local heads
+    theta_beta_min: float = -1e9  # ggd: theta_beta's least value in training; 0: none anti-local
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
@@ -207,10 +207,10 @@ class ModelConfig:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if self.virtual_length < 1 or self.virtual_length > 1 and not self.ssmax:
             raise ValueError(f"virtual_length is {self.virtual_length}; take 1, or more with ssmax")
-        counts = (1, self.n_head, self.n_layer * self.n_head)
+        heads, both = self.n_head, self.n_layer * self.n_head
         for name in ("theta_alpha", "theta_beta", "theta_mu"):
-            if (got := len(getattr(self, name))) not in counts:
-                raise ValueError(f"{name} has {got} values; give %d, %d or %d" % counts)
+            if (got := len(getattr(self, name))) not in (1, heads, both):
+                raise ValueError(f"{name} has {got} values; give 1, {heads} or {both}")
         if unknown := set(self.theta_learned) - {"alpha", "beta", "mu"}:
             raise ValueError(f"theta_learned names {min(unknown)}; it may hold alpha, beta and mu")
 
@@ -239,13 +239,6 @@ class Layout(NamedTuple):
 def documents(idx: Tensor, eot: int) -> Tensor:
     """(B, T) -> (B, T): the number of each token's document, which begins with end-of-text."""
     return (idx == eot).cumsum(1)
-
-
-def positions_in_documents(doc_ids: Tensor) -> Tensor:
-    """(B, T) ids that grow where a document begins -> (B, T) positions in the documents, from 0."""
-    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    begins = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 def visible(n: Tensor, distance: Tensor) -> Tensor:
@@ -306,21 +299,19 @@ compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # when i
 
 
 def fused_attention(q, k, v, log_prior, row_scale, layout: Layout) -> Tensor:
-    """The same as one kernel (FlexAttention), for training on CUDA. It makes a block of q.k in
-    float32, passes each score through `add_prior` and keeps a running softmax.
-
-    In there a learnable tensor may be read only once, and its gradient is an atomic sum over all
-    scores that share an entry. So it reads the vector of H x T entries, not H scalars.
+    """The same as one kernel (FlexAttention), for training on CUDA: blocks of q.k in float32, each
+    score through `add_prior`, a running softmax. A learnable tensor may be read only once in there,
+    and its gradient is an atomic sum over all scores that share an entry. So it reads the vector of
+    H x T entries, not H scalars.
 
     A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and
-    db/dtheta is as large as b: huge at the own token for beta < 0. There b is cut 1e4 nats and more
-    from its neighbour's: the token is still silenced (s < 0: all others), and a cut value has no
+    db/dtheta is as large as b: huge at the own token for beta < 0. There b is clamped so far from
+    its neighbour's that it still silences the token (s < 0: all others). A clamped value has no
     gradient, as it should. Nor can a running softmax tell large scores apart, so each row's largest
-    visible prior is subtracted.
-    """
+    visible prior is subtracted."""
     if log_prior is not None:
         own, neighbour = log_prior[:, :1], log_prior[:, :2].detach()[:, -1:]  # T = 1: itself
-        far = 1e4 + neighbour.abs()
+        far = 1e4 + neighbour.abs()  # nats: enough whatever the content says
         own = own.clamp(neighbour - far, neighbour + far)
         log_prior = torch.cat((own, log_prior[:, 1:]), dim=1)
         top = log_prior.detach().cummax(1).values[:, layout.n.expand(len(q), -1) - 1]  # (H, B, T)
@@ -497,14 +488,14 @@ class GPT(nn.Module):
         """Logits (B, T, V) for idx (B, T), or with targets (B, T; -100 is not counted) the mean
         cross entropy in nats.
 
-        doc_ids (B, T) from `documents`: attention, distances, n and positions stay inside a
-        document, so packed documents equal separate ones, for every encoding. (The authors count
-        the sinusoidal's positions over the window.) log_virtual (B,): is added to ln n in each row.
+        doc_ids (B, T) from `documents` grow along a row. Attention, distances, n and positions stay
+        inside a document, so packed documents equal separate ones, for every encoding. (The authors
+        count the sinusoidal's positions over the window.) log_virtual (B,) is added to ln n.
         """
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None]
-        if doc_ids is not None:
-            positions = positions_in_documents(doc_ids)
+        if doc_ids is not None:  # minus the place where the document's id stands first
+            positions = positions - torch.searchsorted(doc_ids, doc_ids)
         how = self.attention if self.training else "reference"
         blocks = visible_blocks(T, doc_ids, self.window, idx.device) if how == "fused" else None
         layout = self.layout(positions, log_virtual)._replace(attention=how, blocks=blocks)
@@ -514,7 +505,7 @@ class GPT(nn.Module):
         return self.logits(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy. The backward computes a chunk's logits again rather than keep all."""
+        """Mean cross entropy. Chunks keep no logits: the backward computes them again."""
 
         def total(x: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self.logits(x).float(), targets, reduction="sum")

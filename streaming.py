@@ -112,7 +112,7 @@ class KVCache:
         device = model.embedding.weight.device
         dtype = dtype or cache_dtype(device)
         require_memory(model.cfg, batch, length, device, dtype)
-        self.cfg, self.dtype, self.window = model.cfg, dtype, model.window
+        self.dtype, self.window = dtype, model.window
         self.batch, self.length, self.exact, self.used = batch, length, exact, 0
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
@@ -128,8 +128,8 @@ class KVCache:
         self.used = length
 
     def fork(self, batch: int) -> "KVCache":
-        """A copy with `batch` rows, a multiple of this cache's: row r is copied from row
-        r * self.batch // batch. For texts that share a beginning, which is then computed once."""
+        """A copy for texts that share a beginning: `batch` rows, a multiple of this cache's, row r
+        from its row r * self.batch // batch."""
         new = copy.copy(self)
         new.batch = batch
         new.layers = [layer.fork(batch // self.batch, self.used) for layer in self.layers]
@@ -164,8 +164,8 @@ def prior_strip(reversed_prior, heads, rows: int, begin: int, end: int, stop: in
 def attend_tile(layer: LayerCache, queries: Queries, heads, begin: int, end: int):
     """The posterior over the keys begin ... end - 1 alone, for some of the heads (h of them).
 
-    Returns the expectation of the values (B, h, R, D) and the logarithm of the evidence
-    (B, h, R, 1), from the largest weight w = e^(top - ln E), which is at least 1 / keys.
+    Returns the expectation of the values (B, h, R, D) and the log-evidence (B, h, R, 1), from the
+    largest weight w = e^(top - ln E), which is at least 1 / keys.
     """
     q, keys = queries.q[:, heads], layer.keys[:, heads, begin:end]
     values, rows = layer.values[:, heads, begin:end], q.shape[2]
@@ -203,11 +203,9 @@ def needed_blocks(queries: Queries, log_evidence, norms, ceilings, exact: bool) 
 
 
 def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
-    """Posterior expectation of the values for a block of queries: (B, H, R, D), the last first.
-
-    First all heads read the near keys, those of the queries' own block and the one before. Then,
-    tile by tile, the heads that need them read the far keys.
-    """
+    """Posterior expectation of the values for a block of queries: (B, H, R, D), the last first. All
+    heads read the near keys, those of the queries' own block and the one before. Then, tile by
+    tile, the heads that need them read the far keys."""
     B, H, rows, D = queries.q.shape
     own, lowest = (queries.stop - 1) // BLOCK, 0
     if queries.window is not None:
@@ -298,9 +296,8 @@ def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0) -> Tensor:
 def score(model: GPT, idx: Tensor, n_last: int, cache=None) -> tuple[Tensor, Tensor]:
     """How likely are the last n_last tokens of idx (B, T), each given the true ones before it?
 
-    Returns their log-probabilities in nats and the most likely token at each of these places, both
-    (B, n_last). With a cache, idx continues its text (the first token of idx cannot be scored);
-    afterwards the cache holds all but the last token.
+    Returns their log-probabilities in nats and the most likely tokens there, both (B, n_last). With
+    a cache, idx continues its text, and afterwards the cache holds all but the last token.
     """
     B, T = idx.shape
     x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last)
