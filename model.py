@@ -194,7 +194,7 @@ class ModelConfig:
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta, likewise (0 and 0: the uniform prior)
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu, likewise (0: centred on the query)
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained
-    theta_beta_min: float = -1e9  # ggd: theta_beta's least value in training; 0: none anti-local
+    theta_beta_min: float = -1e9  # ggd: least theta_beta in training; 0: no anti-local heads
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
