@@ -1,7 +1,7 @@
 """Attention as a posterior over earlier tokens: what they say (likelihood) and where (prior).
 
-A causal attention head looks from query i at the keys j <= i and returns the expectation of their
-values, out_i = sum_j p_ij v_j. If a score is a content plus a position term, c_ij + b_ij, then
+A causal attention head returns for query i the expectation of the values of the keys j <= i,
+out_i = sum_j p_ij v_j. If a score is a content plus a position term, c_ij + b_ij, then
 
     p_ij = softmax_j(c_ij + b_ij) = p_content(j | i) * p_prior(j | i) * Z_i            (Theorem 1)
 
@@ -9,10 +9,9 @@ values, out_i = sum_j p_ij v_j. If a score is a content plus a position term, c_
     p_prior   = softmax_j b_ij                where the keys are: the prior, from their distances
     Z_i       = 1 / sum_j p_content p_prior   the normaliser of Bayes' rule
 
-since softmax(c + b) is proportional to e^c e^b, and each factor to its own softmax. So an encoding
-that adds b is a choice of prior, to be judged by what it says of distances never trained on.
-ln Z_i is 0 if both put everything on one key (the sum is at most 1, so Z >= 1), ln n if one of them
-is uniform on the n keys, and has no bound where they contradict each other.
+since e^(c + b) = e^c e^b. So an encoding that adds b is a choice of prior, to be judged by what it
+says of distances never trained on. ln Z_i is 0 if both put everything on one key (the sum is at
+most 1, so Z >= 1), ln n if one is uniform on the n keys, and unbounded if they contradict.
 
     pe          acts on     learned per head         b_ij, d = j - i <= 0      past training length
     nope        nothing     -                        0: uniform                attention fades
@@ -21,18 +20,16 @@ is uniform on the n keys, and has no bound where they contradict each other.
     alibi       scores      -                        -slope |d|: Laplace       local only
     ggd         scores      theta_alpha, theta_beta  -|(d - mu) / alpha|^beta  as the prior says
 
-SSMax is orthogonal to all five: it multiplies c and b of a row by s ln n (ALiBi: c only), so that
-attention does not fade as n grows. Theorem 1 then holds for what is really added.
+SSMax, on or off with each, multiplies c and b of a row by s ln n (ALiBi: c only), so that attention
+does not fade as n grows. Theorem 1 then holds for what is really added.
 Shapes: B batch, H heads, T query, S key, D head dim, C width, V vocabulary, R some of the queries.
-Units: tokens; nats for scores and priors.
+Distances are in tokens, scores and log-priors in nats.
 
-References
-    BAM     Bianchessi, Aguirre, Barros, Kupssinskü, "Bayesian Attention Mechanism", ICLR 2026
-            (arXiv 2505.22842)
-    SSMax   Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025 (arXiv 2501.19399)
-    ALiBi   Press, Smith, Lewis, "Train Short, Test Long", ICLR 2022
-    RoPE    Su et al., "RoFormer", 2021; sinusoidal: Vaswani et al., "Attention Is All You Need"
-    blocks  pre-RMSNorm (Zhang & Sennrich 2019) and SwiGLU (Shazeer 2020), as in Llama
+BAM     Bianchessi et al., "Bayesian Attention Mechanism", ICLR 2026 (arXiv 2505.22842)
+SSMax   Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025 (arXiv 2501.19399)
+ALiBi   Press, Smith, Lewis, "Train Short, Test Long", ICLR 2022
+RoPE    Su et al., "RoFormer", 2021; sinusoidal: Vaswani et al., "Attention Is All You Need", 2017
+blocks  pre-RMSNorm (Zhang & Sennrich 2019) and SwiGLU (Shazeer 2020), as in Llama
 """
 
 import math
@@ -48,7 +45,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 EPSILON = 1e-5  # keeps a power's base above 0; for beta < 0 it sets how silent the own token is
 MAX_EXPONENT = 30.0  # a key e^30 nats down is silent; gradients and s ln n times it stay finite
-DECISIVE = 1e4  # nats that silence a key, or all others, whatever the content says
 ROPE_THETA = 500_000.0
 LOSS_CHUNK = 2**26  # logits held at once by the loss: 256 MiB in float32
 CPU_SCORES = 2**20  # scores at once on a CPU: 4 MiB stay near the cores
@@ -61,8 +57,8 @@ GPU_SCORES = 2**28  # scores at once elsewhere: 1 GiB
 
 
 def alibi_slopes(n_head: int) -> Tensor:
-    """ALiBi's slopes m, (H,): 2^(-8 h / H) for h = 1 ... H if H is a power of two. Otherwise those
-    of the largest power of two p below H, then every other slope of 2p heads, from the first."""
+    """ALiBi's slopes m, (H,): 2^(-8 h / H), h = 1 ... H, if H is a power of two. Otherwise those of
+    the largest power of two p below H, then every other slope of 2p heads, from the first."""
     power = 2 ** int(math.log2(n_head))
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     slopes += [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)][: n_head - power]
@@ -70,11 +66,10 @@ def alibi_slopes(n_head: int) -> Tensor:
 
 
 class AlibiPrior(nn.Module):
-    """Laplace log-prior: ALiBi. Lemma 2: b = -m |d|, so p_prior is proportional to
-    exp(-|d| / (1/m)): a Laplace density of scale 1/m, cut to the visible keys. Lemma 3: its mass
-    beyond a distance w is at most e^(-m (w + 1)), whatever n. Content scores within +-c raise that
-    by at most e^(2c), or with SSMax, where c becomes s c ln n, by n^(2sc): the reach grows as ln n.
-    So ALiBi becomes local attention and cannot find a needle far away."""
+    """ALiBi. Lemma 2: b = -m |d| is the log of a Laplace density of scale 1/m, cut to the visible
+    keys. Lemma 3: its mass beyond a distance w is at most e^(-m (w + 1)) at every n. Content within
+    +-c raises that by at most e^(2c), with SSMax (s c ln n) by n^(2sc): the reach grows as ln n. So
+    ALiBi becomes local attention and cannot find a needle far away."""
 
     takes_ssmax = False  # as in the paper's baseline
 
@@ -90,25 +85,23 @@ class GGDPrior(nn.Module):
     """Generalized Gaussian log-prior (BAM), in float64.
 
     The density is p(d) = beta / (2 alpha Gamma(1/beta)) * exp(-|(d - mu) / alpha|^beta). The factor
-    before exp is the same for every key of a row, so softmax cancels it, and with it the need for
-    beta > 0: over finitely many keys any b can be normalised. With theta_beta = beta,
+    before exp is the same for every key. Softmax cancels it, and with it the need for beta > 0:
+    over finitely many keys any b can be normalised. With theta_beta = beta,
     alpha = exp(-theta_alpha / beta) if beta is not 0, and mu = exp(theta_mu) - exp(-theta_mu),
         b = -|(d - mu) / alpha|^beta = -e^theta_alpha |d - mu|^beta
     is left. It is computed as -e^x, x = theta_alpha + beta ln(|d - mu| + EPSILON): smooth in beta,
     and finite where d = mu and beta < 0. Above MAX_EXPONENT the tangent replaces e^x, so that
-    farther keys still are less likely. mu < 0 puts the peak |mu| tokens back. For mu = 0:
+    farther keys stay less likely. mu < 0 puts the peak |mu| tokens back. For mu = 0:
         beta = 2      Gaussian
         beta = 1      Laplace: ALiBi with slope e^theta_alpha (but SSMax multiplies this b)
         0 < beta < 1  heavier tail: b falls without limit, but slower than any line
         beta = 0      b = -e^theta_alpha for every key: uniform, NoPE (where the paper starts)
-        beta < 0      no density (the paper's relaxation): the own token is silenced, and others as
-                      far as e^theta_alpha |d|^beta is large. Far keys are equal: retrieval anywhere
-    A trained head is called local for beta > 0, retrieval for -0.6 <= beta <= 0, aggressive below.
-    SSMax (s > 0) gives alpha_eff = alpha (s ln n)^(-1/beta): as n grows a local head narrows and an
-    anti-local head silences a wider zone. When s ln n doubles, alpha_eff changes by 2^(-1/beta):
-    half for beta = 1, 1,024 times for beta = -0.1.
-    At theta = 0 db/dtheta_beta is -ln(|d| + EPSILON), 11.5 at the own token, and db/dtheta_alpha is
-    -1 for every key, which softmax cancels. The 120M model has 2 x 16 x 12 = 384 such scalars.
+        beta < 0      no density (the paper's relaxation): silences the own token, and others as far
+                      as e^theta_alpha |d|^beta is large. Far keys are equal: retrieval anywhere
+    SSMax (s > 0) makes alpha_eff = alpha (s ln n)^(-1/beta): as n grows a local head narrows and an
+    anti-local one silences a wider zone. For twice s ln n alpha_eff is 2^(-1/beta) times as large:
+    half for beta = 1, 1,024 times for beta = -0.1. At theta = 0 db/dtheta_beta is
+    -ln(|d| + EPSILON), 11.5 at the own token, and db/dtheta_alpha -1 for all, which cancels.
     """
 
     takes_ssmax = True  # the whole log-posterior is sharpened
@@ -135,7 +128,6 @@ class GGDPrior(nn.Module):
 
 
 # A new prior is a class like these, with (H,) parameters named theta_..., and an entry here.
-# Training, evaluation, plots and streaming.py then follow by themselves.
 PRIORS = {"alibi": AlibiPrior, "ggd": GGDPrior}
 ENCODINGS = ("nope", "sinusoidal", "rope", *PRIORS)
 
@@ -152,8 +144,7 @@ def angles(positions: Tensor, channels: int, base: float) -> Tensor:
 
 def sinusoidal_table(positions: Tensor, channels: int) -> Tensor:
     """(..., T) -> (..., T, C) float32: sines, then cosines, over sqrt(C): the embeddings' size at
-    the start. Vaswani et al. (2017) get this ratio by multiplying the embeddings by sqrt(C);
-    here they keep one size for every encoding, so that nothing else differs between two runs."""
+    the start. (Vaswani et al. multiply the embeddings instead. Here they are those of every pe.)"""
     angle = angles(positions, channels, 10_000.0)
     return torch.cat((angle.sin(), angle.cos()), dim=-1).float() / math.sqrt(channels)
 
@@ -169,18 +160,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # SSMax --------------------------------------------------------------------------------------------
 # Plain softmax fades: a key whose score is g above n - 1 equal others has the weight
 # e^g / (e^g + n - 1), which goes to 0 as n grows. Scalable-Softmax takes n as the base,
-# n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the same key has the weight
-# n^(sg) / (n^(sg) + n - 1), above 1/2 at every n as soon as s > 0 and g > 1/s. Each head learns its
-# s; n is the number of keys that this query sees. s ln n multiplies content and GGD prior, or with
-# ALiBi the content only: see `CausalSelfAttention.ssmax`. A negative s flips both.
+# n^(s z_j) / sum_k n^(s z_k) = softmax_j(s ln n z_j): the same key has n^(sg) / (n^(sg) + n - 1),
+# above 1/2 at every n as soon as s > 0 and g > 1/s. Each head learns its s; n is the number of keys
+# that this query sees. A negative s flips whatever it multiplies.
 #
-# A virtual length (not in the paper). Past the training length s ln n is larger than ever seen in
-# training: local heads narrow, wide ones turn steep, and the next layer reads something new. So
-# training can take n as e^u times what it is, u uniform in 0 ... ln(virtual_length), drawn once for
-# a window: s ln n becomes s (ln n + u), the sharpness of a text e^u times as long. Local heads then
-# learn a shape that holds at every sharpness, and far-looking heads become flat, since a slope that
-# is harmless at one sharpness hides far keys at another. Nearest relative: randomized positional
-# encodings (Ruoss et al. 2023), which draw positions where this draws a length.
+# A virtual length (not in the paper). Past the training length s ln n is larger than ever before:
+# local heads narrow, wide ones turn steep. So training can take e^u n for n, u drawn for a window
+# from 0 ... ln(virtual_length): s (ln n + u) is the sharpness of a text e^u times as long. Local
+# heads then learn a shape that holds at every sharpness, and far-looking heads become flat: a slope
+# harmless at one sharpness hides far keys at another. Nearest relative: randomized positional
+# encodings (Ruoss et al. 2023), which draw positions.
 
 
 @dataclass
@@ -196,51 +185,38 @@ class ModelConfig:
     block_size: int = 512  # training length in tokens: recorded, never a limit
     pe: Literal[ENCODINGS] = "ggd"  # positional encoding
     ssmax: bool = True  # Scalable-Softmax: sharpen the scores of a query that sees n keys by s ln n
-    ssmax_init: float = 1.0  # s at the start; 1 (the paper) is ln n times sharper than plain
-    # softmax, 1 / ln(block_size) about as sharp
-    ssmax_scales: Literal["posterior", "content"] = "posterior"  # ggd: s ln n sharpens content and
-    # prior together (the paper), or the content alone, as it does for alibi
-    virtual_length: float = 1.0  # training takes the n of SSMax as up to this many times larger,
-    # drawn for each window (not in the paper); 1: as it is
-    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, or one per
-    # head of a layer, or one per head of all layers, the first layer's first
+    ssmax_init: float = 1.0  # s at the start: 1 (paper), or 1 / ln(block_size) for plain sharpness
+    ssmax_scales: Literal["posterior", "content"] = "posterior"  # ggd: what s ln n multiplies,
+    # content and prior together (the paper), or the content alone, as it does for alibi
+    virtual_length: float = 1.0  # training draws an n for SSMax up to this many times the real one
+    theta_alpha: tuple[float, ...] = (0.0,)  # ggd: theta_alpha at the start: one value, one a head
+    # of a layer, or one a head of all layers, the first layer's first
     theta_beta: tuple[float, ...] = (0.0,)  # ggd: theta_beta, likewise (0 and 0: the uniform prior)
     theta_mu: tuple[float, ...] = (0.0,)  # ggd: theta_mu, likewise (0: centred on the query)
     theta_learned: tuple[str, ...] = ("alpha", "beta")  # ggd: which of alpha, beta, mu are trained
-    theta_beta_min: float = (
-        -1e9
-    )  # ggd: training keeps theta_beta at or above; 0: no anti-local heads
+    theta_beta_min: float = -1e9  # ggd: least theta_beta in training; 0: no anti-local heads
     tie_embeddings: bool = True  # the output layer shares the embedding's matrix
 
     def __post_init__(self):
         for name in ("vocab_size", "vocab_multiple", "n_layer", "n_head", "n_embd", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.hidden < 1:
-            raise ValueError(f"ffn_mult is {self.ffn_mult}; it must leave at least 1 hidden unit")
         if self.pe not in ENCODINGS:
             raise ValueError(f"pe is {self.pe}; it must be one of {', '.join(ENCODINGS)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
-        if {"rope": self.head_dim, "sinusoidal": self.n_embd}.get(self.pe, 0) % 2:
-            raise ValueError(f"pe {self.pe} works on pairs of channels; double n_embd")
         if self.virtual_length < 1 or self.virtual_length > 1 and not self.ssmax:
             raise ValueError(f"virtual_length is {self.virtual_length}; take 1, or more with ssmax")
         heads, both = self.n_head, self.n_layer * self.n_head
         for name in ("theta_alpha", "theta_beta", "theta_mu"):
             if (got := len(getattr(self, name))) not in (1, heads, both):
-                counts = f"1, {heads} (one per head) or {both} (and layer)"
-                raise ValueError(f"{name} has {got} values; give {counts}")
+                raise ValueError(f"{name} has {got} values; give 1, {heads} or {both}")
         if unknown := set(self.theta_learned) - {"alpha", "beta", "mu"}:
             raise ValueError(f"theta_learned names {min(unknown)}; it may hold alpha, beta and mu")
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
-
-    @property
-    def hidden(self) -> int:
-        return int(self.ffn_mult * self.n_embd)
 
     @property
     def padded_vocab(self) -> int:
@@ -251,7 +227,7 @@ class ModelConfig:
 
 
 class Layout(NamedTuple):
-    """What every layer needs to know about the rows; computed once per forward."""
+    """What every layer needs to know about the rows."""
 
     n: Tensor  # (B or 1, T) int64: the number of keys that the query can see, itself included
     log_n: Tensor  # (B or 1, 1, T, 1) float32: its logarithm
@@ -263,13 +239,6 @@ class Layout(NamedTuple):
 def documents(idx: Tensor, eot: int) -> Tensor:
     """(B, T) -> (B, T): the number of each token's document, which begins with end-of-text."""
     return (idx == eot).cumsum(1)
-
-
-def positions_in_documents(doc_ids: Tensor) -> Tensor:
-    """(B, T) ids that grow where a document begins -> (B, T) positions in the documents, from 0."""
-    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    begins = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 def visible(n: Tensor, distance: Tensor) -> Tensor:
@@ -291,15 +260,14 @@ def visible_blocks(T: int, doc_ids: Tensor | None, window: int | None, device) -
 
 
 # Attention ----------------------------------------------------------------------------------------
-# An attention takes q, k, v (B, H, T, D), q scaled so that q.k is the content; the log_prior (H, T)
-# by distance, or None; row_scale (B or 1, 1, T, 1), which multiplies it. It returns the posterior
-# expectation of the values, like q. The reference is the definition, differentiable everywhere.
+# An attention takes q, k, v (B, H, T, D), where q.k is the scaled content; log_prior (H, T) by
+# distance, or None; row_scale (B or 1, 1, T, 1), which multiplies it. It returns the posterior
+# expectation of the values, like q.
 
 
 def toeplitz(vector: Tensor, rows: int) -> Tensor:
-    """(H, T) by distance -> (H, rows, T), the last rows of the T x T matrix of vector[i - j]; 0 for
-    the mask to hide where j > i. Row i is the reversed vector from place T - 1 - i on, so all rows
-    are windows of one padded vector."""
+    """(H, T) by distance -> (H, rows, T), the last rows of the T x T matrix vector[i - j]; 0, for
+    the mask to hide, where j > i. All rows are windows of one padded, reversed vector."""
     return F.pad(vector.flip(-1), (0, rows - 1)).unfold(-1, vector.shape[-1], 1).flip(-2)
 
 
@@ -310,8 +278,8 @@ def log_posterior(scores: Tensor, prior: Tensor | None, row_scale: Tensor, mask:
 
 
 def reference_attention(q, k, v, log_prior, row_scale, layout: Layout) -> Tensor:
-    """Explicit scores and softmax in float32. Queries are taken in blocks, with the keys up to the
-    block's end, so that scores stay in fast memory."""
+    """The definition: explicit scores, softmax in float32. Blocks of queries, with the keys up to
+    the block's end, keep the scores in fast memory."""
     B, H, T, _ = q.shape
     rows = max(1, (CPU_SCORES if q.device.type == "cpu" else GPU_SCORES) // (B * H * T))
     places, out = torch.arange(T, device=q.device), []
@@ -331,22 +299,19 @@ compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # when i
 
 
 def fused_attention(q, k, v, log_prior, row_scale, layout: Layout) -> Tensor:
-    """The same as one kernel (FlexAttention), for training on CUDA.
-
-    The kernel makes a block of q.k in float32, passes each score through `add_prior` and keeps a
-    running softmax. A learnable tensor may be read only once there, and its gradient is an atomic
-    sum over all scores that share an entry. So it gathers from the vector, whose H x T entries beat
-    H scalars; from there to theta and s autograd works outside.
+    """The same as one kernel (FlexAttention), for training on CUDA: blocks of q.k in float32, each
+    score through `add_prior`, a running softmax. A learnable tensor may be read only once in there,
+    and its gradient is an atomic sum over all scores that share an entry. So it reads the vector of
+    H x T entries, not H scalars.
 
     A kernel's gradient at a weight of 1 is rounding noise where the explicit softmax's is 0, and
-    db/dtheta is as large as b, which for beta < 0 is huge at the own token. There b is cut so far
-    from its neighbour's that it silences the token, or for s < 0 all others, just as well; a cut
-    value has no gradient, as it should. Nor can the running softmax tell large scores apart, so
-    each row's largest visible prior is subtracted.
-    """
+    db/dtheta is as large as b: huge at the own token for beta < 0. There b is clamped so far from
+    its neighbour's that it still silences the token (s < 0: all others). A clamped value has no
+    gradient, as it should. Nor can a running softmax tell large scores apart, so each row's largest
+    visible prior is subtracted."""
     if log_prior is not None:
         own, neighbour = log_prior[:, :1], log_prior[:, :2].detach()[:, -1:]  # T = 1: itself
-        far = DECISIVE + neighbour.abs()
+        far = 1e4 + neighbour.abs()  # nats: enough whatever the content says
         own = own.clamp(neighbour - far, neighbour + far)
         log_prior = torch.cat((own, log_prior[:, 1:]), dim=1)
         top = log_prior.detach().cummax(1).values[:, layout.n.expand(len(q), -1) - 1]  # (H, B, T)
@@ -374,7 +339,6 @@ class Posterior(NamedTuple):
 
 
 def reference_posterior(scores: Tensor, prior, row_scale: Tensor, mask: Tensor) -> Posterior:
-    """The scores of `log_posterior`, taken apart (Theorem 1)."""
     content = (scores + mask).log_softmax(-1)
     alone = log_posterior(torch.zeros_like(scores), prior, row_scale, mask).log_softmax(-1)
     posterior = log_posterior(scores, prior, row_scale, mask).softmax(-1)
@@ -391,18 +355,18 @@ class CausalSelfAttention(nn.Module):
         if cfg.ssmax:
             self.s = nn.Parameter(torch.full((cfg.n_head,), float(cfg.ssmax_init)))
         self.prior = PRIORS[cfg.pe](cfg, layer) if cfg.pe in PRIORS else None
-        both = cfg.ssmax and cfg.ssmax_scales == "posterior"
-        self.scales_prior = both and self.prior is not None and self.prior.takes_ssmax
+        takes_ssmax = getattr(self.prior, "takes_ssmax", False)
+        self.scales_prior = takes_ssmax and cfg.ssmax and cfg.ssmax_scales == "posterior"
 
     def ssmax(self, log_n: Tensor) -> tuple[Tensor | float, Tensor]:
-        """SSMax's factors in rows of ln n (B or 1, 1, T, 1): of the content s ln n, (.., H, T, 1),
-        and of `log_prior`, which holds s already, ln n; 1 where it does not act."""
+        """The factors in rows of ln n (B or 1, 1, T, 1): of the content s ln n, (.., H, T, 1), and
+        of `log_prior`, which holds s already, ln n. 1 where SSMax does not act."""
         content = log_n * self.s[:, None, None] if self.cfg.ssmax else 1.0
         return content, log_n if self.scales_prior else torch.ones_like(log_n)
 
     def log_prior(self, n: int) -> Tensor | None:
-        """b or s b at the distances |d| = 0 ... n - 1, (H, n) float32; None: uniform. The largest b
-        is subtracted, which no softmax sees: float32 cannot hold small differences of large b."""
+        """b or s b at the distances 0 ... n - 1, (H, n) float32; None: uniform. The largest b is
+        subtracted, which no softmax sees: float32 cannot hold small differences of large b."""
         if self.prior is None:
             return None
         b = self.prior(n)
@@ -411,33 +375,25 @@ class CausalSelfAttention(nn.Module):
 
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) -> q, k, v (B, H, T, D): rotated for RoPE; q times 1/sqrt(D) and SSMax."""
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.cfg.n_head, self.cfg.head_dim)
+        qkv = self.qkv(x).unflatten(-1, (3, self.cfg.n_head, self.cfg.head_dim))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if layout.rotation is not None:
             q, k = rotate(q, *layout.rotation), rotate(k, *layout.rotation)
         scale, _ = self.ssmax(layout.log_n)
         return (q * (scale / math.sqrt(self.cfg.head_dim))).to(v.dtype), k, v
 
-    def merge(self, y: Tensor) -> Tensor:
-        """(B, H, T, D) -> (B, T, C): the heads side by side, then the output projection."""
-        return self.out(y.transpose(1, 2).flatten(2))
-
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         q, k, v = self.project(x, layout)
         _, row_scale = self.ssmax(layout.log_n)
-        attention = ATTENTIONS[layout.attention]
-        return self.merge(attention(q, k, v, self.log_prior(x.shape[1]), row_scale, layout))
+        y = ATTENTIONS[layout.attention](q, k, v, self.log_prior(x.shape[1]), row_scale, layout)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
-    def posterior(self, q: Tensor, k: Tensor, layout: Layout, rows=None) -> Posterior:
-        """Theorem 1 for the queries at the places `rows` (R,), or all, of what `project` gave; in
-        q's number format. float64 shows posterior = prior * content * Z beside any log-prior."""
-        places = torch.arange(k.shape[2], device=k.device)
-        rows = places if rows is None else rows
-        distance = rows[:, None] - places
-        with torch.autocast(q.device.type, enabled=False):
-            content = q[:, :, rows] @ k.transpose(-2, -1)
-        prior, (_, row_scale) = self.log_prior(len(places)), self.ssmax(layout.log_n[:, :, rows])
+    def posterior(self, q: Tensor, k: Tensor, layout: Layout, rows: Tensor) -> Posterior:
+        """Theorem 1 for the queries at the places `rows` (R,), from what `project` gave; in q's
+        number format. float64 shows posterior = prior * content * Z beside any log-prior."""
+        distance = rows[:, None] - torch.arange(k.shape[2], device=k.device)
+        content = q[:, :, rows] @ k.transpose(-2, -1)
+        prior, (_, row_scale) = self.log_prior(k.shape[2]), self.ssmax(layout.log_n[:, :, rows])
         if prior is not None:
             prior = prior.to(q.dtype)[:, distance.clamp(min=0)]
         mask = visible(layout.n[:, rows], distance)
@@ -452,8 +408,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gate_up = nn.Linear(cfg.n_embd, 2 * cfg.hidden, bias=False)
-        self.down = nn.Linear(cfg.hidden, cfg.n_embd, bias=False)
+        hidden = int(cfg.ffn_mult * cfg.n_embd)
+        self.gate_up = nn.Linear(cfg.n_embd, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -492,9 +449,8 @@ class GPT(nn.Module):
         """Normal weights of mean 0 and this std; norms are 1, s and theta as the config says.
 
         embedding, v, gate_up, head  n_embd ** -0.5: a unit-RMS input gives v and logits of RMS 1
-        q, k                         (3 n_embd) ** -0.5: PyTorch's default, as in the paper. Scores
-                                     of RMS 1/3, which s ln n sharpens; with an RMS of 1 a query
-                                     would begin with very few keys
+        q, k                         (3 n_embd) ** -0.5: PyTorch's default, as in the paper: scores
+                                     of RMS 1/3. At 1 a query would begin with very few keys
         out, down                    (2 n_layer n_embd) ** -0.5: 2 n_layer branches add up
         """
         std = self.cfg.n_embd**-0.5
@@ -532,15 +488,14 @@ class GPT(nn.Module):
         """Logits (B, T, V) for idx (B, T), or with targets (B, T; -100 is not counted) the mean
         cross entropy in nats.
 
-        doc_ids (B, T), growing along a row, as `documents` gives them: attention, distances, n and
-        positions stay inside a document, so packed documents equal separate ones, for every
-        encoding. (The authors count the sinusoidal's positions over the whole window.)
-        log_virtual (B,): added to ln n in each row, when training draws a virtual length.
+        doc_ids (B, T) from `documents` grow along a row. Attention, distances, n and positions stay
+        inside a document, so packed documents equal separate ones, for every encoding. (The authors
+        count the sinusoidal's positions over the window.) log_virtual (B,) is added to ln n.
         """
         T = idx.shape[1]
         positions = torch.arange(T, device=idx.device)[None]
-        if doc_ids is not None:
-            positions = positions_in_documents(doc_ids)
+        if doc_ids is not None:  # minus the place where the document's id stands first
+            positions = positions - torch.searchsorted(doc_ids, doc_ids)
         how = self.attention if self.training else "reference"
         blocks = visible_blocks(T, doc_ids, self.window, idx.device) if how == "fused" else None
         layout = self.layout(positions, log_virtual)._replace(attention=how, blocks=blocks)
@@ -550,7 +505,7 @@ class GPT(nn.Module):
         return self.logits(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy; a chunk's logits are not kept but computed again in the backward."""
+        """Mean cross entropy. Chunks keep no logits: the backward computes them again."""
 
         def total(x: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self.logits(x).float(), targets, reduction="sum")
@@ -566,21 +521,9 @@ class GPT(nn.Module):
         return torch.stack(losses).sum() / (targets != -100).sum()
 
     @torch.no_grad()
-    def posteriors(self, idx: Tensor, rows: Tensor | None = None) -> list[Posterior]:
-        """Theorem 1 in every layer for idx (B, T), at the places `rows` (R,) or at all of them."""
-        positions = torch.arange(idx.shape[1], device=idx.device)[None]
-        x, layout = self.embed(idx, positions), self.layout(positions)
-        posteriors = []
-        for block in self.blocks:
-            q, k, _ = block.attn.project(block.norm_attn(x), layout)
-            posteriors.append(block.attn.posterior(q.float(), k.float(), layout, rows))
-            x = block(x, layout)
-        return posteriors
-
-    @torch.no_grad()
     def constrain(self) -> None:
-        """Put theta_beta back to theta_beta_min where a step went below. Clamped inside the prior
-        it would get no gradient, and could never come back."""
+        """Put theta_beta back to its least value after a step. Clamped inside the prior it would
+        get no gradient there, and never come back."""
         if self.cfg.pe == "ggd":
             for block in self.blocks:
                 block.attn.prior.theta_beta.clamp_(min=self.cfg.theta_beta_min)
@@ -604,8 +547,8 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T: int) -> int:
         """Operations of training on one token in a window of T, without recomputation. Each weight
-        multiplies and adds once in the forward pass and twice in the backward; so do, for queries
-        and values, the (T + 1) / 2 keys that a query sees on average. Embeddings are looked up."""
+        multiplies and adds once in the forward pass and twice in the backward. So do q.k and p.v
+        for the (T + 1) / 2 keys that a query sees on average. Embeddings are looked up."""
         weights = sum(p.numel() for p in self.parameter_groups()["matrix"])
         weights -= 0 if self.cfg.tie_embeddings else self.embedding.weight.numel()
         return 6 * weights + 6 * self.cfg.n_layer * self.cfg.n_embd * (T + 1)
@@ -614,11 +557,9 @@ class GPT(nn.Module):
         """The prior's theta_... and s, learned or fixed: name -> the (H,) tensor of each layer."""
         values = {}
         for block in self.blocks:
-            tensors = dict([*block.attn.named_parameters(), *block.attn.named_buffers()])
-            for path in sorted(tensors):
-                name = path.removeprefix("prior.")
-                if name == "s" or name.startswith("theta_"):
-                    values.setdefault(name, []).append(tensors[path])
+            for path, tensor in sorted(block.attn.state_dict().items()):
+                if tensor.dim() == 1:
+                    values.setdefault(path.removeprefix("prior."), []).append(tensor)
         return values
 
     def prior_values(self) -> dict[str, list[list[float]]]:

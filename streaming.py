@@ -1,22 +1,19 @@
 """The model over very long texts: the same weights and formulas, in memory linear in the length.
 
 Four things differ from a training forward:
-- keys and values stay in a cache that is allocated once; the text passes through it in chunks;
+- keys and values stay in a cache, allocated once, and the text passes through in chunks;
 - attention works on tiles, a block of queries against some of its keys. A tile's log-prior depends
   on i - j only (times a factor of the row): a strided view of one vector per head;
 - blocks of keys that the prior makes too small to change a float32 result are skipped (see
   `needed_blocks`), so that a head whose prior falls off costs linear time;
 - the last layer and the output layer run only for the positions that are asked for.
 
-The tiles of a query are joined by Bayes' rule. On the keys of a tile A alone the posterior is
-softmax over A, with the expectation y_A and the evidence E_A = sum_A e^score; over two sets of keys
-it is the mixture
+The tiles of a query are joined by Bayes' rule. The posterior on the keys of a tile A alone is
+softmax over A, with the expectation y_A and the evidence E_A = sum_A e^score. Over two tiles it is
+the mixture y = (E_A y_A + E_B y_B) / (E_A + E_B).
 
-    y = (E_A y_A + E_B y_B) / (E_A + E_B).
-
-Scores, softmax and sums are float32 whatever the cache holds; no queries x keys outlive their tile.
-
-A row is one document, with any end-of-text marker inside it: score documents apart as rows apart.
+Scores, softmax and sums are float32 whatever the cache holds. A row is one document, with any
+end-of-text marker inside it.
 """
 
 import copy
@@ -39,27 +36,22 @@ CUDA_TILE_SCORES = 2**26  # at most; fewer where little memory is free
 HIDDEN = torch.finfo(torch.float32).min  # finite: a tile may hide all keys of a row, without a NaN
 
 
-def cache_bytes(cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Of keys and values; the priors beside them are 4 bytes per layer, head and token."""
-    return 2 * cfg.n_layer * batch * length * cfg.n_embd * dtype.itemsize
-
-
 def cache_dtype(device: torch.device) -> torch.dtype:
-    """float32 on a CPU. float16 on CUDA: from 6e-5 to 65,504, where keys and values lie as products
-    of normalised inputs, it holds three bits more than bfloat16. One beyond would end in NaN:
-    dtype=torch.bfloat16 helps."""
+    """float32 on a CPU. float16 on CUDA: three bits more than bfloat16, from 6e-5 to 65,504. Should
+    a key or value lie beyond, it ends in NaN, and dtype=torch.bfloat16 helps."""
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def require_memory(cfg: ModelConfig, batch: int, length: int, device, dtype=None) -> None:
-    """ValueError if a device could not hold the cache even if it held nothing else."""
+    """ValueError if a device could not hold keys and values even if it held nothing else."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu" and hasattr(os, "sysconf"):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:  # the meta device, which holds nothing, or a system that does not tell
         return
-    if (needed := cache_bytes(cfg, batch, length, dtype or cache_dtype(device))) > total:
+    size = (dtype or cache_dtype(device)).itemsize
+    if (needed := 2 * cfg.n_layer * batch * length * cfg.n_embd * size) > total:
         raise ValueError(
             f"the cache of {batch} x {length:,} tokens takes {needed / 2**30:.1f} GiB, and {device}"
             f" has {total / 2**30:.1f} GiB; choose a shorter length"
@@ -94,7 +86,7 @@ class LayerCache:
         self.computed, self.visible = torch.zeros(H, dtype=torch.int64), 0
 
     def append(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put k, v (B, H, T, D) at the places from `start` on. That block's norm is taken again."""
+        """Put k, v (B, H, T, D) at the places from `start` on."""
         end, first = start + k.shape[2], start // BLOCK
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         norms = block_maxima(self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0))
@@ -113,15 +105,14 @@ class LayerCache:
 class KVCache:
     """Keys and values of all layers for `batch` rows of up to `length` tokens; `used` are filled.
 
-    exact: compute every block of keys, also those that cannot change a float32 result. dtype: of
-    keys and values; None: `cache_dtype`. Raises ValueError if the device can never hold it.
+    exact: compute every block of keys, also those that cannot change a float32 result.
     """
 
     def __init__(self, model: GPT, batch: int, length: int, exact: bool = False, dtype=None):
         device = model.embedding.weight.device
         dtype = dtype or cache_dtype(device)
         require_memory(model.cfg, batch, length, device, dtype)
-        self.cfg, self.dtype, self.window = model.cfg, dtype, model.window
+        self.dtype, self.window = dtype, model.window
         self.batch, self.length, self.exact, self.used = batch, length, exact, 0
         self.layers = [LayerCache(block.attn, batch, length, dtype) for block in model.blocks]
         self.chunk_tokens, self.tile_scores = CHUNK_TOKENS, TILE_SCORES
@@ -134,16 +125,11 @@ class KVCache:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, to continue from there with others."""
-        if not 0 <= length <= self.used:
-            raise ValueError(f"cannot rewind to {length} tokens; the cache holds {self.used}")
         self.used = length
 
     def fork(self, batch: int) -> "KVCache":
-        """A copy with `batch` rows, a multiple of this cache's: row r is copied from row
-        r * self.batch // batch. For texts that share a beginning, which is then computed once."""
-        if batch % self.batch:
-            raise ValueError(f"a cache of {self.batch} rows, forked to {batch}; take a multiple")
-        require_memory(self.cfg, batch, self.length, self.layers[0].keys.device, self.dtype)
+        """A copy for texts that share a beginning: `batch` rows, a multiple of this cache's, row r
+        from its row r * self.batch // batch."""
         new = copy.copy(self)
         new.batch = batch
         new.layers = [layer.fork(batch // self.batch, self.used) for layer in self.layers]
@@ -164,26 +150,22 @@ class Queries(NamedTuple):
     window: int | None  # keys further away than this are hidden
 
 
-def prior_strip(
-    reversed_prior: Tensor, heads: list[int] | slice, rows: int, begin: int, end: int, stop: int
-) -> Tensor:
-    """Log-prior of `rows` queries stop - 1, stop - 2, ... by the keys begin ... end - 1.
+def prior_strip(reversed_prior, heads, rows: int, begin: int, end: int, stop: int) -> Tensor:
+    """Log-prior (h, rows, end - begin) of the queries stop - 1, stop - 2, ... by keys from `begin`.
 
     reversed_prior (H, length + BLOCK) has the distances length - 1 ... 0, then -inf for the future.
-    From key to key and from row to row the distance falls by one: each row is the vector from one
-    place further on, so the result (h, rows, end - begin) is a view of it.
+    From key to key and from row to row the distance falls by one, so each row is the vector from
+    one place further on, and the result a view of it.
     """
     place, keys = reversed_prior.shape[-1] - BLOCK - stop + begin, end - begin
     return reversed_prior[:, place : place + keys + rows - 1][heads].unfold(-1, keys, 1)
 
 
-def attend_tile(
-    layer: LayerCache, queries: Queries, heads: list[int] | slice, begin: int, end: int
-) -> tuple[Tensor, Tensor]:
+def attend_tile(layer: LayerCache, queries: Queries, heads, begin: int, end: int):
     """The posterior over the keys begin ... end - 1 alone, for some of the heads (h of them).
 
-    Returns the expectation of the values (B, h, R, D) and the logarithm of the evidence
-    (B, h, R, 1), from the largest weight w = e^(top - ln E), which is at least 1 / keys.
+    Returns the expectation of the values (B, h, R, D) and the log-evidence (B, h, R, 1), from the
+    largest weight w = e^(top - ln E), which is at least 1 / keys.
     """
     q, keys = queries.q[:, heads], layer.keys[:, heads, begin:end]
     values, rows = layer.values[:, heads, begin:end], q.shape[2]
@@ -197,23 +179,20 @@ def attend_tile(
     return weights @ values.float(), top - weights.amax(-1, keepdim=True).log()
 
 
-def needed_blocks(
-    queries: Queries, log_evidence: Tensor, norms: Tensor, ceilings: Tensor, exact: bool
-) -> Tensor:
+def needed_blocks(queries: Queries, log_evidence, norms, ceilings, exact: bool) -> Tensor:
     """Which far blocks of keys may matter to a block of queries: (H, blocks) bool.
 
     log_evidence (B, H, R, 1): ln E of the near keys, which are always computed; norms and ceilings
     (H, blocks): the largest |k| of each far block, and the largest log-prior at its distances,
     before the row's scale (above 0).
 
-    The bound. By Cauchy-Schwarz no key of a block scores more than
-    u = |q_i| max|k| + max_d(scale_i prior_d) in row i. The scale lies between the smallest and the
-    largest of the rows, and a product with it is largest at one of the two, whatever the prior's
-    sign and shape. Skipped are the blocks with u - ln E <= ln(SKIP_TOLERANCE / n) in all rows, n
-    being the number of all keys. So all skipped keys together have at most the evidence
-    n E SKIP_TOLERANCE / n: a posterior mass m <= SKIP_TOLERANCE. With the kept mean y and the
-    skipped mean z the result (1 - m) y + m z differs from y by m (z - y): by less than float32 can
-    tell from y, in units of the largest value.
+    By Cauchy-Schwarz no key of a block scores more than u = |q_i| max|k| + max_d(scale_i prior_d)
+    in row i. A product with the scale is largest at its smallest or its largest of the rows,
+    whatever the prior's sign and shape. Blocks with u - ln E <= ln(SKIP_TOLERANCE / n) in all rows,
+    n being the number of all keys, are skipped. All skipped keys together then have at most the
+    evidence n E SKIP_TOLERANCE / n: a posterior mass m <= SKIP_TOLERANCE. With the kept mean y and
+    the skipped mean z the result (1 - m) y + m z differs from y by m (z - y): by less than float32
+    can tell from y, in units of the largest value.
     """
     if exact:
         return torch.ones_like(norms, dtype=torch.bool)
@@ -224,11 +203,9 @@ def needed_blocks(
 
 
 def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
-    """Posterior expectation of the values for a block of queries: (B, H, R, D), the last first.
-
-    First all heads read the near keys, those of the queries' own block and the one before. Then,
-    tile by tile, the heads that need them read the far keys.
-    """
+    """Posterior expectation of the values for a block of queries: (B, H, R, D), the last first. All
+    heads read the near keys, those of the queries' own block and the one before. Then, tile by
+    tile, the heads that need them read the far keys."""
     B, H, rows, D = queries.q.shape
     own, lowest = (queries.stop - 1) // BLOCK, 0
     if queries.window is not None:
@@ -263,8 +240,8 @@ def attend_block(cache: KVCache, layer: LayerCache, queries: Queries) -> Tensor:
 
 def attend(cache: KVCache, layer: LayerCache, q: Tensor, stop: int, row_scale: Tensor) -> Tensor:
     """Attention of the queries q (B, H, R, D) at stop - R ... stop - 1, in blocks that end where
-    blocks of keys do. Only a query that sees a single key has the scale ln n = 0. Its weight is 1
-    whatever the scale, and one just above 0 keeps its future at -inf, where 0 would make it NaN."""
+    blocks of keys do. Only a query with a single key has the scale ln n = 0. Its weight is 1 at any
+    scale, and one just above 0 keeps its future at -inf, where 0 would make it NaN."""
     out, begin = torch.empty_like(q), stop - q.shape[2]
     scale = row_scale[0, 0].clamp(min=1e-30)
     while begin < stop:
@@ -288,7 +265,8 @@ def forward_chunk(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tenso
         if layer is cache.layers[-1]:
             last = slice(T - wanted, None)
             x, q, row_scale = x[:, last], q[:, :, last], row_scale[:, :, last]
-        x = x + block.attn.merge(attend(cache, layer, q, start + T, row_scale))
+        y = attend(cache, layer, q, start + T, row_scale)
+        x = x + block.attn.out(y.transpose(1, 2).flatten(2))
         x = x + block.mlp(block.norm_mlp(x))
     cache.used += T
     return x
@@ -300,8 +278,6 @@ def run_layers(model: GPT, idx: Tensor, cache: KVCache, wanted: int) -> Tensor:
     if cache.batch != B or cache.used + T > cache.length:
         room = f"a cache of {cache.batch} x {cache.length}"
         raise ValueError(f"{B} x {cache.used} + {T} tokens do not fit {room}")
-    if not 0 <= wanted <= T:
-        raise ValueError(f"wanted is {wanted}; it must be between 0 and the {T} tokens given")
     outputs, step = [], max(1, cache.chunk_tokens // B)
     for begin in range(0, T, step):
         end = min(begin + step, T)
@@ -317,18 +293,13 @@ def prefill(model: GPT, idx: Tensor, cache: KVCache, wanted: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def score(
-    model: GPT, idx: Tensor, n_last: int, cache: KVCache | None = None
-) -> tuple[Tensor, Tensor]:
+def score(model: GPT, idx: Tensor, n_last: int, cache=None) -> tuple[Tensor, Tensor]:
     """How likely are the last n_last tokens of idx (B, T), each given the true ones before it?
 
-    Returns their log-probabilities in nats and the most likely token at each of these places, both
-    (B, n_last). With a cache, idx continues its text (the first token of idx cannot be scored);
-    afterwards the cache holds all but the last token.
+    Returns their log-probabilities in nats and the most likely tokens there, both (B, n_last). With
+    a cache, idx continues its text, and afterwards the cache holds all but the last token.
     """
     B, T = idx.shape
-    if not 1 <= n_last < T:
-        raise ValueError(f"n_last is {n_last}; it must be 1 to {T - 1}, of the {T} tokens given")
     x = run_layers(model, idx[:, :-1], cache or KVCache(model, B, T - 1), n_last)
     log_p, best, rows = [], [], max(1, LOSS_CHUNK // (B * model.cfg.padded_vocab))
     for part, target in zip(x.split(rows, 1), idx[:, -n_last:].split(rows, 1), strict=True):
@@ -340,25 +311,19 @@ def score(
 
 @torch.no_grad()
 def generate(
-    model: GPT,
-    idx: Tensor,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    stop: int | None = None,
-    generator: torch.Generator | None = None,
-    cache: KVCache | None = None,
+    model: GPT, idx: Tensor, max_new_tokens: int, temperature=0.0, stop=None, cache=None
 ) -> Tensor:
     """Continue idx (B, T) by up to max_new_tokens: (B, new). Greedy at temperature 0, otherwise
     sampled; ends when every row has produced the token `stop`. With a cache, idx continues it."""
     cache = cache or KVCache(model, idx.shape[0], idx.shape[1] + max_new_tokens)
-    new, piece = [], idx
+    new, piece = idx[:, :0], idx
     for _ in range(max_new_tokens):
         logits = prefill(model, piece, cache, wanted=1)[:, 0].float()
         if temperature > 0:
-            piece = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            piece = torch.multinomial((logits / temperature).softmax(-1), 1)
         else:
             piece = logits.argmax(-1, keepdim=True)
-        new.append(piece)
-        if stop is not None and (torch.cat(new, dim=1) == stop).any(dim=1).all():
+        new = torch.cat((new, piece), dim=1)
+        if stop is not None and (new == stop).any(dim=1).all():
             break
-    return torch.cat(new, dim=1) if new else idx[:, :0]
+    return new

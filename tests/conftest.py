@@ -51,6 +51,19 @@ def make_model(pe, ssmax, **changes):
     return model
 
 
+@torch.no_grad()
+def posteriors(model, idx, rows=None):
+    """Theorem 1 in every layer for idx (B, T), at the places `rows` (R,) or at all of them."""
+    positions = torch.arange(idx.shape[1])
+    x, layout, found = model.embed(idx, positions[None]), model.layout(positions[None]), []
+    for block in model.blocks:
+        q, k, _ = block.attn.project(block.norm_attn(x), layout)
+        rows = positions if rows is None else rows
+        found.append(block.attn.posterior(q.float(), k.float(), layout, rows))
+        x = block(x, layout)
+    return found
+
+
 @pytest.fixture(params=["bytes", "gpt2"])
 def enc(request, monkeypatch):
     """Each tokenizer in turn."""

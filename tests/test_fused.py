@@ -7,7 +7,7 @@ import shutil
 import pytest
 import reference
 import torch
-from conftest import ENCODINGS, make_model
+from conftest import ENCODINGS, make_model, posteriors
 
 import model as M
 
@@ -58,12 +58,8 @@ def test_fused_forward_equals_reference_on_a_cpu(pe, ssmax, packed):
 @compiler
 @pytest.mark.parametrize("s", [None, 0.3, -0.3])
 def test_fused_forward_with_extreme_priors(s):
-    model, idx = (
-        make_model(
-            "ggd", s is not None, n_embd=64, theta_alpha=(0.5,), theta_beta=(-2.0, -5.0, -1.0, 3.0)
-        ),
-        tokens(200),
-    )
+    thetas = {"theta_alpha": (0.5,), "theta_beta": (-2.0, -5.0, -1.0, 3.0)}
+    model, idx = make_model("ggd", s is not None, n_embd=64, **thetas), tokens(200)
     for block in model.blocks if s is not None else ():
         torch.nn.init.constant_(block.attn.s, s)
     with torch.no_grad():
@@ -99,11 +95,8 @@ def test_attention_equals_float64_wherever_theta_may_go(attention, s):
         for name, values in thetas.items()
     }
     distance = torch.arange(T, dtype=torch.float64)[:, None] - torch.arange(T)
-    prior = (
-        torch.stack([reference.log_prior(attn.cfg, p, 0, h, distance.abs()) for h in range(H)])
-        * scale
-    )
-    prior = prior.masked_fill(distance < 0, -math.inf)
+    priors = [reference.log_prior(attn.cfg, p, 0, h, distance.abs()) for h in range(H)]
+    prior = (torch.stack(priors) * scale).masked_fill(distance < 0, -math.inf)
     prior = prior - prior.amax(-1, keepdim=True)
     expected = (q[0].double() @ k[0].double().transpose(1, 2) + prior).softmax(-1) @ v[0].double()
     blocks = M.visible_blocks(T, None, None, q.device)
@@ -141,15 +134,13 @@ def test_block_mask_hides_what_the_dense_mask_hides():
         b, i, j = torch.arange(2)[:, None, None], torch.arange(300)[:, None], torch.arange(300)
         hidden = ~blocks.mask_mod(b, torch.tensor(0), i, j).expand(2, 300, 300)
         model.window = window
-        positions = torch.arange(300)[None] if ids is None else M.positions_in_documents(ids)
+        positions = torch.arange(300)[None]
+        if ids is not None:
+            positions = positions - (ids[:, :, None] > ids[:, None, :]).sum(-1)
         dense = M.visible(model.layout(positions).n, i - j).expand(2, 1, 300, 300)[:, 0]
         assert torch.equal(hidden, dense == -torch.inf)
-        computed = (
-            blocks.to_dense()
-            .bool()[:, 0]
-            .repeat_interleave(128, 1)
-            .repeat_interleave(128, 2)[:, :300, :300]
-        )
+        computed = blocks.to_dense().bool()[:, 0].repeat_interleave(128, 1)
+        computed = computed.repeat_interleave(128, 2)[:, :300, :300]
         assert not (~computed & ~hidden).any(), "a block with visible keys is left out"
 
 
@@ -157,7 +148,7 @@ def test_evaluation_uses_the_reference():
     model = make_model("ggd", True).eval()
     expected = model(tokens(20))
     model.attention = "fused"
-    assert torch.equal(model(tokens(20)), expected) and len(model.posteriors(tokens(20))) == 2
+    assert torch.equal(model(tokens(20)), expected) and len(posteriors(model, tokens(20))) == 2
 
 
 # Values and all gradients on CUDA. The truth is the float64 model of reference.py; in bfloat16 the
@@ -199,10 +190,8 @@ CUDA_CASES += [
     for pe, ssmax in (("nope", False), ("alibi", True), ("ggd", True))
     for T in (509, 1024)
 ]
-EXTREME = {
-    "theta_alpha": (0.5,),
-    "theta_beta": (-2.0, -1.0),
-}  # log-priors of +-1e10 and 1e5 at the own token
+# log-priors of +-1e10 and 1e5 at the own token
+EXTREME = {"theta_alpha": (0.5,), "theta_beta": (-2.0, -1.0)}
 
 
 @pytest.mark.cuda

@@ -7,7 +7,7 @@ import math
 import pytest
 import reference
 import torch
-from conftest import ENCODINGS, make_model
+from conftest import ENCODINGS, make_model, posteriors
 
 import model as M
 import plot_priors as P
@@ -156,7 +156,7 @@ def test_rows_are_those_of_the_model_and_obey_theorem_1(pe, ssmax, monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_TOKENS", 40)
     monkeypatch.setattr(P, "SCORES_AT_ONCE", 4 * 100 * 3)
     model, idx, rows = make_model(pe, ssmax), text(), torch.tensor([0, 1, 7, 50, 98, 99])
-    for got, expected in zip(P.look(model, idx, rows, all_of), model.posteriors(idx), strict=True):
+    for got, expected in zip(P.look(model, idx, rows, all_of), posteriors(model, idx), strict=True):
         own = all_of(torch.stack(expected[:3], dim=-2)[0], expected.log_z[0])[:, rows]
         torch.testing.assert_close(got.float(), own, rtol=1e-3, atol=1e-3)
         prior, content, posterior, log_z = got.unbind(-2)
@@ -207,7 +207,7 @@ def test_mass_on_the_needle_and_the_heads_that_retrieve():
     needle = torch.zeros(100, dtype=torch.bool)
     needle[30:40] = True
     mass = P.weigh_needle(model, P.View(idx, 3, needle))
-    for layer, whole in enumerate(model.posteriors(idx)):
+    for layer, whole in enumerate(posteriors(model, idx)):
         for i, part in enumerate(whole[:3]):
             expected = part[0, :, -3:, 30:40].sum(-1).mean(-1)
             torch.testing.assert_close(mass[i, layer].float(), expected, rtol=1e-3, atol=1e-5)

@@ -84,10 +84,10 @@ def test_generation_stops_and_samples_by_seed():
     model, idx = make_model("ggd", True), tokens(30, B=1)
     first = S.generate(model, idx, 1).item()
     assert S.generate(model, idx, 6, stop=first).tolist() == [[first]]
-    drawn = [
-        S.generate(model, idx, 12, 1.0, generator=torch.Generator().manual_seed(s)).tolist()
-        for s in (3, 3, 4)
-    ]
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        drawn.append(S.generate(model, idx, 12, temperature=1.0).tolist())
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -140,10 +140,8 @@ def dense_posterior(model, q, k):
     attn, T = model.blocks[0].attn, q.shape[2]
     distance = torch.arange(T)[:, None] - torch.arange(T)
     _, scale = attn.ssmax(torch.arange(1, T + 1).double().log()[:, None])
-    scores = (
-        q.double() @ k.double().transpose(-1, -2)
-        + scale * attn.log_prior(T).double()[:, distance.clamp(min=0)]
-    )
+    prior = attn.log_prior(T).double()[:, distance.clamp(min=0)]
+    scores = q.double() @ k.double().transpose(-1, -2) + scale * prior
     return scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
 
 
@@ -162,9 +160,8 @@ def watch_left_out(monkeypatch, posterior):
     def watched(queries, log_evidence, norms, *rest):
         needed = needed_blocks(queries, log_evidence, norms, *rest)
         rows = posterior[:, :, queries.stop - queries.q.shape[2] : queries.stop]
-        far = (
-            rows[..., : norms.shape[-1] * S.BLOCK].unflatten(-1, (-1, S.BLOCK)).sum(-1)
-        )  # (B, H, R, blocks)
+        far = rows[..., : norms.shape[-1] * S.BLOCK]
+        far = far.unflatten(-1, (-1, S.BLOCK)).sum(-1)  # (B, H, R, blocks)
         mass = (far * ~needed[:, None]).sum(-1).amax((0, 2))
         left_out.copy_(torch.maximum(left_out, mass.float()))
         return needed
@@ -184,19 +181,16 @@ def test_skipping_leaves_out_less_than_the_tolerance(monkeypatch, ssmax, s, thet
     out, cache = attended(model, q, k, v)
     assert left_out.max() <= tolerance
     difference = (out - attended(model, q, k, v, exact=True)[0]).abs().max()
-    assert (
-        difference <= (2 * tolerance + 1e-5) * v.abs().max()
-    )  # 1e-5: rounding, since other products are taken
+    # 1e-5: rounding, since other products are taken
+    assert difference <= (2 * tolerance + 1e-5) * v.abs().max()
     skipped = dict(zip(SHAPES, cache.skipped()[0].tolist(), strict=True))
     assert skipped["uniform"] == 0
     if s > 0:
-        assert (
-            skipped["window"] > 0.8 and 0 < skipped["laplace"] < 0.8 and skipped["anti-local"] == 0
-        )
+        assert skipped["window"] > 0.8 and 0 < skipped["laplace"] < 0.8
+        assert skipped["anti-local"] == 0
     else:  # turned round: the anti-local head keeps the own token, the others look far away
-        assert skipped["window"] == skipped["laplace"] == 0 and (
-            theta_mu or skipped["anti-local"] > 0.8
-        )
+        assert skipped["window"] == skipped["laplace"] == 0
+        assert theta_mu or skipped["anti-local"] > 0.8
 
 
 @pytest.mark.parametrize(
@@ -230,12 +224,8 @@ def test_a_large_key_far_away_is_heard_through_a_falling_prior():
 
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
 def test_exact_and_skipping_scores_agree(pe, ssmax):
-    local = (
-        {"theta_alpha": (-3.24, -1.0, 0.0, 0.0), "theta_beta": (8.0, 1.5, 0.0, -2.0)}
-        if pe == "ggd"
-        else {}
-    )
-    model, idx = make_model(pe, ssmax, **local), tokens(400)
+    local = {"theta_alpha": (-3.24, -1.0, 0.0, 0.0), "theta_beta": (8.0, 1.5, 0.0, -2.0)}
+    model, idx = make_model(pe, ssmax, **(local if pe == "ggd" else {})), tokens(400)
     caches = [S.KVCache(model, 2, 399, exact=exact) for exact in (False, True)]
     skipping, exact = (S.score(model, idx, 20, cache) for cache in caches)
     torch.testing.assert_close(skipping[0], exact[0], atol=1e-4, rtol=0)
@@ -274,8 +264,6 @@ def test_rewound_cache_goes_on_as_if_it_had_never_seen_the_rest():
     torch.testing.assert_close(again, S.prefill(model, rest, fresh, 33), atol=1e-4, rtol=0)
     for old, new in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(old.norms, new.norms, atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match="cannot rewind"):
-        cache.rewind(101)
 
 
 def test_forked_rows_share_their_beginning():
@@ -293,8 +281,6 @@ def test_forked_rows_share_their_beginning():
     assert torch.equal(best, expected[1]) and one.used == 40 and two.used == 60
     empty = S.KVCache(model, 1, 90).fork(4)
     torch.testing.assert_close(S.score(model, idx, 10, empty)[0], expected[0], atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match="take a multiple"):
-        two.fork(3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -306,7 +292,7 @@ def test_half_precision_keys_and_values(dtype):
     error = (log_p - expected).abs().max()
     assert 0 < error < {torch.float16: 0.03, torch.bfloat16: 0.2}[dtype]
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    assert sum(t.nbytes for t in tensors) == S.cache_bytes(model.cfg, 2, 199, dtype)
+    assert sum(t.nbytes for t in tensors) == 2 * 2 * 2 * 199 * model.cfg.n_embd * dtype.itemsize
     assert all(t.dtype == dtype for t in tensors)
 
 
@@ -315,11 +301,10 @@ def test_cache_of_the_120m_model_at_524288_tokens():
     with torch.device("meta"):
         model = GPT(ModelConfig(vocab_multiple=64))
         cache = S.KVCache(model, 1, 2**19, dtype=torch.float16)
-    assert S.cache_bytes(model.cfg, 1, 2**19, torch.float16) == 18 * 2**30
-    held = [
-        t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)
-    ]
-    assert sum(t.nbytes for t in held) < 1.03 * 18 * 2**30
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    held = [t for layer in cache.layers for t in vars(layer).values()]
+    assert kept == 18 * 2**30
+    assert sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) < 1.03 * kept
 
 
 def test_a_cache_that_no_memory_could_hold_is_refused():
@@ -379,10 +364,6 @@ def test_what_does_not_fit_is_refused():
     model, idx = make_model("nope", False), tokens(20)
     with pytest.raises(ValueError, match="do not fit"):
         S.prefill(model, idx, S.KVCache(model, 2, 19))
-    with pytest.raises(ValueError, match="wanted"):
-        S.prefill(model, idx, S.KVCache(model, 2, 20), wanted=21)
-    with pytest.raises(ValueError, match="n_last"):
-        S.score(model, idx, 20)
 
 
 # Against the dense model in float64 ---------------------------------------------------------------
@@ -395,10 +376,8 @@ def dense_attention(cfg, p, layer, q, k, v, first):
     sharp = p[f"blocks.{layer}.attn.s"][:, None] * log_n if cfg.ssmax else torch.ones(H, T).double()
     prior, scale = None, torch.ones(H, T).double()
     if cfg.pe == "ggd":
-        prior, scale = (
-            torch.stack([reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]),
-            sharp,
-        )
+        priors = [reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]
+        prior, scale = torch.stack(priors), sharp
     elif cfg.pe == "alibi":
         prior = -torch.tensor(reference.slopes(H)).double()[:, None] * torch.arange(T)
     q = q * sharp[:, first:, None] / math.sqrt(D)
@@ -432,13 +411,10 @@ def dense_score(model, idx, n_last):
             q, k = (torch.complex(*t.chunk(2, -1)) * turn for t in (q, k))
             q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
         y = dense_attention(cfg, p, layer, q[:, first:], k, v, first)
-        x = (
-            x[first:]
-            + y.transpose(0, 1).reshape(T - first, cfg.n_embd) @ p[name + "attn.out.weight"].T
-        )
-        gate, up = (
-            reference.norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T
-        ).chunk(2, -1)
+        y = y.transpose(0, 1).reshape(T - first, cfg.n_embd)
+        x = x[first:] + y @ p[name + "attn.out.weight"].T
+        hidden = reference.norm(x, p[name + "norm_mlp.weight"]) @ p[name + "mlp.gate_up.weight"].T
+        gate, up = hidden.chunk(2, -1)
         x = x + (gate * torch.sigmoid(gate) * up) @ p[name + "mlp.down.weight"].T
     logits = reference.norm(x[-n_last:], p["norm.weight"]) @ p["head.weight"].T
     return logits.log_softmax(-1).gather(1, idx[-n_last:, None])[:, 0]
@@ -452,14 +428,10 @@ def assert_score_is_dense(model, T):
 
 def default_model(pe, ssmax, **changes):
     """The shape of config/ggd_bam_cpu.py; with ggd two windows and two anti-local heads a layer."""
-    start = (
-        {"theta_alpha": (-3.24, -16.64, 0.0, 0.0), "theta_beta": (8.0, 8.0, -1.0, -2.0)}
-        if pe == "ggd"
-        else {}
-    )
-    model = make_model(
-        pe, ssmax, **{"n_layer": 3, "n_embd": 128, "block_size": 256, **start, **changes}
-    )
+    shape = {"n_layer": 3, "n_embd": 128, "block_size": 256}
+    if pe == "ggd":
+        shape |= {"theta_alpha": (-3.24, -16.64, 0.0, 0.0), "theta_beta": (8.0, 8.0, -1.0, -2.0)}
+    model = make_model(pe, ssmax, **shape | changes)
     for block in model.blocks if ssmax else ():
         torch.nn.init.constant_(block.attn.s, 0.18)
     return model
@@ -506,7 +478,5 @@ def test_cuda_score_is_the_dense_one(monkeypatch, pe, ssmax, dtype):
 def test_cuda_tiles_fit_the_free_memory():
     cache = S.KVCache(make_model("ggd", True).cuda(), 1, 1000)
     assert cache.layers[0].keys.dtype == torch.float16
-    assert (
-        0 < cache.tile_scores * 8 <= torch.cuda.mem_get_info()[0]
-        and cache.chunk_tokens == S.CUDA_CHUNK_TOKENS
-    )
+    assert 0 < cache.tile_scores * 8 <= torch.cuda.mem_get_info()[0]
+    assert cache.chunk_tokens == S.CUDA_CHUNK_TOKENS
