@@ -205,6 +205,8 @@ class ModelConfig:
             raise ValueError(f"pe is {self.pe}; it must be one of {', '.join(ENCODINGS)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        if {"rope": self.head_dim, "sinusoidal": self.n_embd}.get(self.pe, 0) % 2:
+            raise ValueError(f"pe {self.pe} works on pairs of channels; double n_embd")
         if self.virtual_length < 1 or self.virtual_length > 1 and not self.ssmax:
             raise ValueError(f"virtual_length is {self.virtual_length}; take 1, or more with ssmax")
         heads, both = self.n_head, self.n_layer * self.n_head

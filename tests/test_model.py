@@ -592,6 +592,7 @@ def test_a_copy_without_the_optimizer_is_the_same_model(run, tmp_path, monkeypat
     ("change", "message"),
     [
         ({"n_head": 7}, "divisible"),
+        ({"pe": "rope", "n_embd": 12, "n_head": 4}, "pairs"),
         ({"n_layer": 0}, "at least 1"),
         ({"theta_beta": (1.0, 2.0)}, "1, 16 or 192"),
         ({"theta_learned": ("gamma",)}, "gamma"),
