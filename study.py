@@ -6,14 +6,14 @@ python study.py --tables                               # tables and pictures, fr
 
 With the first seed each of the ten encodings is trained at every rate. The one with the lowest loss
 on its last windows, which no step saw before, is its rate for all seeds and for what varies it. The
-work is done by the scripts that anyone can call: each command is printed before it runs. What is
-trained and evaluated stays, so nothing is done twice. All records are collected in one file.
+work is done by the scripts that anyone can call: each command is printed before it runs. A variant
+and a seed are a row; when it is trained and evaluated, its records are added to one file. What that
+file holds is not done again, also on another machine.
 """
 
 import configurator
 from configurator import fail, user_errors
 
-import json
 import math
 import os
 import re
@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from matplotlib.ticker import LogFormatter
 
 from data import lock_folder, replacing
 from model import ModelConfig
-from runs import fingerprint, load_checkpoint, load_model, newest, read_records
+from runs import append_record, fingerprint, load_checkpoint, load_model, newest, read_records
 from train import DIVERGED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent
@@ -99,7 +100,7 @@ class StudyConfig:
     rates: tuple[float, ...] = (1.0, 0.33)  # times the three learning rates of the config
     workers: int = 1  # commands at a time; with several each has one thread
     out_dir: str = "out/study"  # folder of all runs
-    records: str = "out/study/study.jsonl"  # all that was found
+    records: str = "out/study/study.jsonl"  # all that was found; its rows are not done again
     tables: bool = False  # only make the tables and pictures from the records in results/
 
     def __post_init__(self):
@@ -200,9 +201,9 @@ PASSKEY |= {"window_attention": 0, "set": []}  # the plain test
 LADDER = ((1, 2, 4), (8, 16), (64,))  # training lengths; stops after a step without a key found
 
 
-def evaluate(cfg: StudyConfig, job: Job, ask: bool = True) -> list[dict]:
+def evaluate(cfg: StudyConfig, job: Job) -> list[dict]:
     """Ask a run all that the protocol asks and that its records do not answer yet, and return these
-    records. ask=False: only return them."""
+    records."""
     run, records, first = job.folder(cfg), [], job.seed == cfg.seeds[0]
     model, _ = load_model(run)
     trained, weights = model.cfg.block_size, fingerprint(model)
@@ -210,12 +211,11 @@ def evaluate(cfg: StudyConfig, job: Job, ask: bool = True) -> list[dict]:
     def test(metric: str, multiples: Iterable[int], **options: object) -> dict[int, dict]:
         """The newest record at each of these multiples of the training length."""
         sizes = {multiple * trained: multiple for multiple in multiples}
-        if ask:
-            downstream = metric == "perplexity"
-            words = {"contexts" if downstream else "lengths": list(sizes)} | options
-            joined = {k: ",".join(map(str, v)) if type(v) is list else v for k, v in words.items()}
-            script = f"eval_{'downstream' if downstream else metric}.py"
-            call(cfg, script, run, *(f"--{k}={v}" for k, v in joined.items()), "--resume")
+        downstream = metric == "perplexity"
+        words = {"contexts" if downstream else "lengths": list(sizes)} | options
+        joined = {k: ",".join(map(str, v)) if type(v) is list else v for k, v in words.items()}
+        script = f"eval_{'downstream' if downstream else metric}.py"
+        call(cfg, script, run, *(f"--{k}={v}" for k, v in joined.items()), "--resume")
         tasks, answers = options.pop("tasks", [None]), {}
         for r in read_records(run / "eval" / f"{metric}.jsonl"):
             config = {"digits": 5} | r["config"]
@@ -261,51 +261,52 @@ def evaluate(cfg: StudyConfig, job: Job, ask: bool = True) -> list[dict]:
     return records
 
 
-def collect(cfg: StudyConfig, jobs: dict[Job, bool]) -> None:
-    """Write the records of all jobs, {job: is its rate the chosen one?}, into one file."""
-    facts = ("commit", "train_config", "model_config")
-    numbers = ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")
-    numbers += ("theta_alpha", "theta_beta", "theta_mu", "s")
-    Path(cfg.records).parent.mkdir(parents=True, exist_ok=True)
-    with replacing(cfg.records) as file:
-        for job, chosen in jobs.items():
-            saved, end = load_checkpoint(job.folder(cfg)), read_log(cfg, job)[-1]
-            record = {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)}
-            record |= {k: end[k] for k in numbers if k in end} | {k: saved[k] for k in facts}
-            records = [record]
-            for r in newest(evaluate(cfg, job, ask=False)) if chosen else ():
-                records.append({k: r[k] for k in r if k not in (*facts, "checkpoint", "step")})
-            for record in records:
-                file.write(json.dumps(job._asdict() | record).encode() + b"\n")
+FACTS = ("commit", "train_config", "model_config")  # the same in all records of a training
+ENDS = ("step", "val", "val_1x", "val_2x", "val_4x", "seconds")
+ENDS += ("theta_alpha", "theta_beta", "theta_mu", "s")
+
+
+def training_record(cfg: StudyConfig, job: Job, chosen: bool) -> dict:
+    saved, end = load_checkpoint(job.folder(cfg)), read_log(cfg, job)[-1]
+    record = {"metric": "training", "chosen": chosen, "loss": final_loss(cfg, job)}
+    return record | {k: end[k] for k in ENDS if k in end} | {k: saved[k] for k in FACTS}
 
 
 def study(cfg: StudyConfig, base: TrainConfig) -> None:
-    """All trainings and evaluations, seed by seed, collected after each of the two."""
-    jobs, rate = {}, {}
+    """All rows, seed by seed; first those that search their own rate."""
+    file = Path(cfg.records)
+    trained = [r for r in read_records(file) if r["metric"] == "training"]
+    rate = {r["variant"]: r["rate"] for r in trained if r["chosen"]}
+    done = {(r["variant"], r["seed"]) for r in trained}
+    lock = Lock()
+
+    def row(name: str, seed: int) -> None:
+        known = VARIANTS[name].base or name
+        if (name, seed) in done or (known not in rate and (known, cfg.seeds[0]) in done):
+            return  # it is there, or its encoding diverged at every rate
+        jobs = [Job(name, x, seed) for x in ([rate[known]] if known in rate else cfg.rates)]
+        jobs = [job for job in jobs if train(cfg, base, job)]
+        records = []
+        if jobs:
+            best = min(jobs, key=lambda job: final_loss(cfg, job))
+            for r in newest(evaluate(cfg, best)):
+                kept = {k: r[k] for k in r if k not in (*FACTS, "checkpoint", "step")}
+                records.append(best._asdict() | kept)
+            rate.setdefault(name, best.rate)
+        for job in jobs:  # last: they say that the row is whole
+            records.append(job._asdict() | training_record(cfg, job, job is best))
+        with lock:
+            done.add((name, seed))
+            for record in records:
+                append_record(file, record)
+
     pool = ThreadPoolExecutor(cfg.workers)
-
-    def train_all(todo: list[Job]) -> list[Job]:
-        done = pool.map(lambda job: train(cfg, base, job), todo)
-        return [job for job, finished in zip(todo, done, strict=True) if finished]
-
     try:
         for place, seed in enumerate(cfg.seeds):
             names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
-            rates = {
-                n: [rate[n]] if n in rate else cfg.rates for n in names if not VARIANTS[n].base
-            }
-            tried = train_all([Job(n, r, seed) for n in rates for r in rates[n]])
-            best = {}
-            for job in sorted(tried, key=lambda job: final_loss(cfg, job)):
-                best.setdefault(job.variant, job)
-            rate |= {name: job.rate for name, job in best.items()}
-            based = {n: VARIANTS[n].base for n in names if VARIANTS[n].base in rate}
-            varied = train_all([Job(n, rate[b], seed) for n, b in based.items()])
-            best = [*(best[n] for n in rates if n in best), *varied]
-            jobs |= {job: job in best for job in [*tried, *varied]}
-            collect(cfg, jobs)
-            list(pool.map(lambda job: evaluate(cfg, job), best))
-            collect(cfg, jobs)
+            for searched in (True, False):
+                todo = [name for name in names if searched != bool(VARIANTS[name].base)]
+                list(pool.map(lambda name, seed=seed: row(name, seed), todo))
     finally:  # after a mistake or Ctrl-C begin nothing new, and wait for what saves its work
         pool.shutdown(cancel_futures=True)
     print(f"\nrecords in {cfg.records}")

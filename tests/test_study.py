@@ -149,17 +149,19 @@ def test_longer_texts_are_asked_only_where_keys_are_found(tmp_path, scripts):
     assert asked(scripts, "ggd_ssmax", far) == [16, 64]
 
 
-def test_a_second_call_asks_the_same_and_is_not_misled_by_other_tests(tmp_path, scripts):
+def test_a_stopped_row_is_continued_and_is_not_misled_by_other_tests(tmp_path, scripts):
     """The held-out frame, of which nothing is found, is the last record at 16 times."""
     cfg = config(tmp_path, variants=("ggd_ssmax",), seeds=(2,), rates=(1.0,))
     S.study(cfg, TrainConfig(max_steps=5))
-    first = [c for c in scripts if c[0] != "train.py"]
+    first, found = [c for c in scripts if c[0] != "train.py"], read_records(S.Path(cfg.records))
     scripts.clear()
+    S.Path(cfg.records).unlink()
     S.study(cfg, TrainConfig(max_steps=5))
     assert scripts == first and asked(scripts, "ggd_ssmax")[-1] == 4096
+    assert read_records(S.Path(cfg.records)) == found
 
 
-def test_records_that_the_protocol_does_not_ask_for_are_not_collected(tmp_path, scripts):
+def test_records_that_the_protocol_does_not_ask_for_are_not_taken(tmp_path, scripts):
     """Other depths, seeds, digits, lengths, tasks, windows, or of another checkpoint; nor do they
     decide about longer texts. They are newer than the protocol's."""
     cfg = config(tmp_path, variants=("ggd_ssmax",), seeds=(2,), rates=(1.0,))
@@ -186,18 +188,39 @@ def test_records_that_the_protocol_does_not_ask_for_are_not_collected(tmp_path, 
     )
     append_record(folder / "priors.jsonl", first | {"metric": "priors"})
     scripts.clear()
+    S.Path(cfg.records).unlink()
     S.study(cfg, TrainConfig(max_steps=5))
     assert S.Path(cfg.records).read_text() == before
     assert scripts == [call for call in calls if call[0] != "train.py"]
 
 
-def test_a_second_call_trains_nothing_and_keeps_one_record_a_cell(tmp_path, scripts):
-    cfg = config(tmp_path, variants=("nope",), seeds=(1,))
+def test_a_row_in_the_records_is_not_done_again_even_without_its_runs(tmp_path, scripts):
+    """On another machine, too: the records say which rate was chosen."""
+    variants = ("nope", "ggd_ssmax", "mu")
+    cfg = config(tmp_path, variants=variants, seeds=(1,))
     S.study(cfg, TrainConfig(max_steps=5))
     before = S.Path(cfg.records).read_text()
     scripts.clear()
+    S.shutil.rmtree(cfg.out_dir)
     S.study(cfg, TrainConfig(max_steps=5))
-    assert not trainings(scripts) and S.Path(cfg.records).read_text() == before
+    assert not scripts and S.Path(cfg.records).read_text() == before
+    cfg.seeds = (1, 2)
+    S.study(cfg, TrainConfig(max_steps=5))
+    assert trainings(scripts) == ["nope_x0.33_s2", "ggd_ssmax_x1_s2"]
+
+
+def test_a_row_whose_evaluation_stopped_is_not_in_the_records(tmp_path, scripts, monkeypatch):
+    cfg, whole = config(tmp_path, variants=("nope", "rope"), seeds=(1,)), S.evaluate
+
+    def stop(cfg, job):
+        if job.variant == "rope":
+            raise SystemExit(2)
+        return whole(cfg, job)
+
+    monkeypatch.setattr(S, "evaluate", stop)
+    with pytest.raises(SystemExit):
+        S.study(cfg, TrainConfig(max_steps=5))
+    assert {r["variant"] for r in read_records(S.Path(cfg.records))} == {"nope"}
 
 
 def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
