@@ -300,6 +300,8 @@ def study(cfg: StudyConfig, base: TrainConfig) -> None:
             for record in records:
                 append_record(file, record)
 
+    if base.prepare and not Path(base.data).exists():  # once, not by two trainings at a time
+        call(cfg, "prepare_fineweb.py", *shlex.split(base.prepare), f"--out_dir={base.data}")
     pool = ThreadPoolExecutor(cfg.workers)
     try:
         for place, seed in enumerate(cfg.seeds):

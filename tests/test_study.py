@@ -209,6 +209,15 @@ def test_a_row_in_the_records_is_not_done_again_even_without_its_runs(tmp_path, 
     assert trainings(scripts) == ["nope_x0.33_s2", "ggd_ssmax_x1_s2"]
 
 
+def test_missing_data_is_prepared_once_before_the_trainings(tmp_path, scripts, monkeypatch):
+    cfg = config(tmp_path, variants=("nope", "rope"), seeds=(1,), rates=(1.0,))
+    data, called = str(tmp_path / "data"), []
+    monkeypatch.setattr(S, "call", lambda cfg, *words: called.append(words) or S.DIVERGED)
+    S.study(cfg, TrainConfig(max_steps=5, data=data, prepare="--source=pydocs --window=256"))
+    words = ("--source=pydocs", "--window=256", f"--out_dir={data}")
+    assert called[0] == ("prepare_fineweb.py", *words) and len(called) == 3
+
+
 def test_a_row_whose_evaluation_stopped_is_not_in_the_records(tmp_path, scripts, monkeypatch):
     cfg, whole = config(tmp_path, variants=("nope", "rope"), seeds=(1,)), S.evaluate
 
