@@ -680,5 +680,5 @@ def test_number(question):
     answers = getattr(sys.modules["mine"], "ANSWERS", {})
     assert question.key in answers, f"ANSWERS has no {question.key!r}: {question.text}"
     got, expected = answers[question.key], question.truth()
-    near = abs(got - expected) <= question.tolerance * max(abs(expected), 1e-12)
+    near = abs(got - expected) <= max(question.near * abs(expected), question.slack, 1e-9)
     assert near, f"{question.key}: got {got}, which is not it. {question.text}"
