@@ -522,7 +522,7 @@ def test_ex7_description_and_other_wordings():
     assert text.endswith("The vault is opened by 12345")
 
 
-def test_ex7_a_million_tokens_take_few_encodings(monkeypatch):
+def test_ex7_a_long_prompt_takes_few_encodings(monkeypatch):
     calls, encode = [], needles.encode_document
 
     def counted(*words):
@@ -533,8 +533,8 @@ def test_ex7_a_million_tokens_take_few_encodings(monkeypatch):
     for module in {needles, inspect.getmodule(needles.passkey_prompt)}:
         if hasattr(module, "encode_document"):
             monkeypatch.setattr(module, "encode_document", counted)
-    prompt = make_prompt(2**20, 0.3)
-    assert len(prompt.tokens) == 2**20 and abs(prompt.depth - 0.3) < 1e-3
+    prompt = make_prompt(2**17, 0.3, filler=ODD)  # in which a character is up to three tokens
+    assert len(prompt.tokens) == 2**17 and abs(prompt.depth - 0.3) < 1e-3
     assert len(calls) <= 10, f"{len(calls)} calls of encode_document, expected at most 10"
 
 
