@@ -9,7 +9,7 @@ import torch
 from conftest import ENCODINGS, make_model
 
 import streaming as S
-from model import GPT, ModelConfig, sinusoidal_table
+from model import GPT, PRIORS, ModelConfig, sinusoidal_table
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +233,7 @@ def test_exact_and_skipping_scores_agree(pe, ssmax):
     assert caches[1].skipped().abs().max() == 0 and caches[0].skipped().shape == (2, 4)
     if pe == "alibi":  # slopes 1/4 ... 1/256 over 400 tokens
         assert caches[0].skipped()[0, 0] > 0.3
-    elif pe != "ggd":
+    elif pe not in PRIORS:
         assert caches[0].skipped().max() == 0
 
 
@@ -374,20 +374,15 @@ def dense_attention(cfg, p, layer, q, k, v, first):
     (H, T, D), out = k.shape, torch.empty_like(q)
     log_n = torch.arange(1, T + 1).double().log()
     sharp = p[f"blocks.{layer}.attn.s"][:, None] * log_n if cfg.ssmax else torch.ones(H, T).double()
-    prior, scale = None, torch.ones(H, T).double()
-    if cfg.pe == "ggd":
-        priors = [reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]
-        prior, scale = torch.stack(priors), sharp
-    elif cfg.pe == "alibi":
-        prior = -torch.tensor(reference.slopes(H)).double()[:, None] * torch.arange(T)
+    priors = [reference.log_prior(cfg, p, layer, h, torch.arange(T).double()) for h in range(H)]
+    prior, scale = torch.stack(priors), torch.ones(H, T) if cfg.pe == "alibi" else sharp
     q = q * sharp[:, first:, None] / math.sqrt(D)
     for begin in range(first, T, 32):
         rows = range(begin, min(begin + 32, T))
         scores = q[:, begin - first : rows.stop - first] @ k[:, : rows.stop].transpose(1, 2)
         for row, i in enumerate(rows):
             scores[:, row, i + 1 :] = -torch.inf
-            if prior is not None:
-                scores[:, row, : i + 1] += scale[:, i, None] * prior[:, : i + 1].flip(-1)
+            scores[:, row, : i + 1] += scale[:, i, None] * prior[:, : i + 1].flip(-1)
         out[:, begin - first : rows.stop - first] = scores.softmax(-1) @ v[:, : rows.stop]
     return out
 
