@@ -266,23 +266,6 @@ def test_rewound_cache_goes_on_as_if_it_had_never_seen_the_rest():
         torch.testing.assert_close(old.norms, new.norms, atol=1e-4, rtol=0)
 
 
-def test_forked_rows_share_their_beginning():
-    """1 row to 2, and these, after they went on in two ways, to 4."""
-    model, idx = make_model("ggd", True), tokens(90, B=4)
-    idx[:, :40] = idx[0, :40]
-    idx[1, :60], idx[3, :60] = idx[0, :60], idx[2, :60]
-    one = S.KVCache(model, 1, 90)
-    S.prefill(model, idx[:1, :40], one)
-    two = one.fork(2)
-    S.prefill(model, idx[::2, 40:60], two)
-    log_p, best = S.score(model, idx[:, 60:], 10, two.fork(4))
-    expected = S.score(model, idx, 10)
-    torch.testing.assert_close(log_p, expected[0], atol=1e-4, rtol=0)
-    assert torch.equal(best, expected[1]) and one.used == 40 and two.used == 60
-    empty = S.KVCache(model, 1, 90).fork(4)
-    torch.testing.assert_close(S.score(model, idx, 10, empty)[0], expected[0], atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keys_and_values(dtype):
     model, idx = make_model("ggd", True), tokens(200)
