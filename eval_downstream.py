@@ -33,14 +33,12 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 import runs
 from data import encode_document, read_meta, read_shard, read_text, shard_files, whole_documents
-from model import GPT
 from runs import Cell, EvalConfig, Run, cost
-from streaming import KVCache, prefill, score
+from streaming import KVCache, score
 
 
 class Task(NamedTuple):
@@ -89,7 +87,7 @@ class DownstreamConfig(EvalConfig):
     # empty, 1x, 2x, 4x, 8x and 16x the training length of the first run, if the documents have them
     stride: int = 0  # by context: targets at the end of a context; 0: half the shortest context
     targets: int = 4096  # by context: targets in all, at most
-    batch_tokens: int = 16_384  # texts are scored together up to this many tokens
+    batch_tokens: int = 16_384  # by context: texts are scored together up to this many tokens
 
     def __post_init__(self):
         super().__post_init__()
@@ -325,59 +323,25 @@ def encode_question(enc: tiktoken.Encoding, question: Question, bos: bool) -> Pr
     return Prompt(rows, first)
 
 
-def shared_beginning(prompts: list[Prompt]) -> int:
-    """How many first tokens all rows have in common. The last token of a context never counts,
-    because the first scored token is predicted there."""
-    return len(os.path.commonprefix([row[: p.first - 1] for p in prompts for row in p.rows]))
-
-
-def make_batches(prompts: list[Prompt], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of prompts with equally many choices and contexts of about the same length."""
-    batch: list[int] = []
-    for i in sorted(range(len(prompts)), key=lambda i: (len(prompts[i].rows), prompts[i].first)):
-        rows = [row for j in (*batch, i) for row in prompts[j].rows]
-        equal = all(len(prompts[j].rows) == len(prompts[i].rows) for j in batch)
-        if batch and (len(rows) * max(map(len, rows)) > batch_tokens or not equal):
-            yield batch
-            batch = []
-        batch.append(i)
-    yield batch
-
-
-def score_batch(model: GPT, prompts: list[Prompt], start: KVCache) -> np.ndarray:
-    """Log-likelihoods of the choices of Q questions with C choices each, (Q, C).
-
-    The cache `start` holds what all questions begin with. What the choices of a question share is
-    computed once. Rows are padded on the right, where a causal model cannot see it.
-    """
-    Q, C = len(prompts), len(prompts[0].rows)
-    rows = [torch.tensor(row) for p in prompts for row in p.rows]
-    idx = pad_sequence(rows, batch_first=True).to(model.embedding.weight.device)  # (QC, T)
-    shared = min(shared_beginning([p]) for p in prompts)
-    kv = start.fork(Q)
-    if shared > kv.used:
-        prefill(model, idx[::C, kv.used : shared], kv)
-    kv = kv.fork(Q * C)
-    log_p = score(model, idx[:, kv.used :], idx.shape[1] - shared - 1, kv)[0].cpu().double()
-    log_p = nn.functional.pad(log_p, (shared + 1, 0))
-    spans = [(p.first, len(row)) for p in prompts for row in p.rows]
-    sums = [row[a:b].sum().item() for row, (a, b) in zip(log_p, spans, strict=True)]
-    return np.reshape(sums, (Q, C))
-
-
-def score_prompts(run: Run, prompts: list[Prompt], batch_tokens: int, advance: Advance) -> list:
-    """For every prompt the log-likelihoods of its choices in nats, (C,)."""
+def score_prompts(run: Run, prompts: list[Prompt], advance: Advance) -> list[np.ndarray]:
+    """For every prompt the log-likelihoods of its choices in nats, (C,). What a row shares with the
+    one before it stays in the cache: description, examples, and the question for its choices."""
+    device = run.model.embedding.weight.device
     length = max(len(row) for p in prompts for row in p.rows) - 1
-    start = KVCache(run.model, 1, length, dtype=torch.float32)
-    if shared := shared_beginning(prompts):
-        beginning = torch.tensor([prompts[0].rows[0][:shared]])
-        prefill(run.model, beginning.to(run.model.embedding.weight.device), start)
-    scores: dict[int, np.ndarray] = {}
-    for batch in make_batches(prompts, batch_tokens):
-        log_p = score_batch(run.model, [prompts[i] for i in batch], start)
-        scores.update(zip(batch, log_p, strict=True))
-        advance(len(batch) * QUESTION)
-    return [scores[i] for i in range(len(prompts))]
+    kv = KVCache(run.model, 1, length, dtype=torch.float32)
+    before, scores = [], []
+    for prompt in prompts:
+        sums = []
+        for row in prompt.rows:
+            # the last token of the context predicts the first one that counts
+            kv.rewind(len(os.path.commonprefix([before[: kv.used], row[: prompt.first - 1]])))
+            rest = torch.tensor([row[kv.used :]], device=device)
+            log_p, _ = score(run.model, rest, len(row) - prompt.first, kv)
+            sums.append(log_p.double().sum().item())
+            before = row
+        scores.append(np.array(sums))
+        advance(QUESTION)
+    return scores
 
 
 def choose(question: Question, log_p: np.ndarray) -> tuple[int, int]:
@@ -390,7 +354,7 @@ def choose(question: Question, log_p: np.ndarray) -> tuple[int, int]:
 def measure_choices(run: Run, cfg: DownstreamConfig, questions: list, advance: Advance, *_) -> dict:
     """Counts and accuracies over the questions of one subject."""
     prompts = [encode_question(run.enc, question, cfg.bos) for question in questions]
-    scores = score_prompts(run, prompts, cfg.batch_tokens, advance)
+    scores = score_prompts(run, prompts, advance)
     chosen = np.array([choose(q, log_p) for q, log_p in zip(questions, scores, strict=True)])
     gold = np.array([question.gold for question in questions])
     right, right_norm = (chosen == gold[:, None]).sum(0).tolist()

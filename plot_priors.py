@@ -50,6 +50,8 @@ PARTS = {  # content is broad, so that it shows under a posterior that equals it
 BINS = 256  # groups of keys, in pictures of a whole context
 LAST_QUERIES = 16  # rows of a heat map
 Z_QUERIES = 256  # places along the prompt where ln Z is shown
+DEPTHS = 5  # passkey prompts of a length; the one with the needle in the middle is drawn
+THEORY = Path("out/theory")
 FLOOR = 1e-6  # smallest probability drawn
 SCORES_AT_ONCE = 2**22  # float64: 32 MiB
 Head = tuple[int, int]  # layer and head, from 0
@@ -61,18 +63,13 @@ class PlotConfig:
 
     lengths: tuple[int, ...] = ()  # tokens of the passkey prompts; the longest is drawn; none
     # given: 8192 and its halves down to the training length
-    depths: int = 5  # prompts per length, the needle at equidistant depths; the middle one is drawn
     seed: int = 1  # draws the keys
     prompt: str = ""  # a text file to look at instead; what follows its last token is the answer
     needle: str = ""  # with prompt: the words of it to mark
-    heads: tuple[str, ...] = ()  # layer.head from 0.0, such as 2.3; none: the most retrieving
-    show: int = 3  # how many heads are drawn if none is named
-    theory_dir: str = "out/theory"  # for the theory; a model's pictures go to its folder, eval
+    heads: tuple[str, ...] = ()  # layer.head from 0.0, such as 2.3; none: the three most retrieving
     device: str = "auto"  # auto, cpu, cuda, ...
 
     def __post_init__(self):
-        runs.check_range("depths", 1, self.depths)
-        runs.check_range("show", 1, self.show)
         if bool(self.prompt) != bool(self.needle):
             raise ValueError("prompt and needle go together: a text file, and words of it to mark")
 
@@ -362,7 +359,7 @@ def make_views(run: Run, cfg: PlotConfig) -> dict[int, list[View]]:
     views: dict[int, list[View]] = {}
     for length in sorted(set(cfg.lengths)) or [*halves, max(8192, run.trained)]:
         views[length] = []
-        for prompt in make_prompts(run.enc, length, cfg.depths, (cfg.seed,)):
+        for prompt in make_prompts(run.enc, length, DEPTHS, (cfg.seed,)):
             tokens, answer = prompt.tokens[:-1], prompt.tokens[-prompt.answer :]
             words = WORDINGS["passkey"].needle.format(key=run.enc.decode(answer).strip())
             needle = mark_words(run.enc, tokens, words)
@@ -408,12 +405,6 @@ def rank_heads(masses: Tensor) -> list[Head]:
     return [divmod(i, mass.shape[1]) for i in order.tolist()]
 
 
-def list_parts(model: GPT) -> list:
-    """(index, (name, line)) of what there is to draw: prior (if any), content, posterior."""
-    parts = list(enumerate(PARTS.items()))
-    return parts[1:] if model.blocks[0].attn.prior is None else parts
-
-
 def point_at_needle(axis, needle: Tensor) -> None:
     """A mark at the upper edge for every place of it."""
     places = find_spans(needle).mean(1)
@@ -441,7 +432,7 @@ def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[T
     tokens = label_tokens(run.enc, view.idx[0, near])
     for ((layer, h), p), (whole, zoom) in zip(parts.items(), axes, strict=True):
         edges, highest = bin_keys(p[-1])
-        for i, (name, line) in list_parts(run.model):
+        for i, (name, line) in enumerate(PARTS.items()):
             label = f"{name}:\n{p[-1, i, view.needle].sum():.2g} on the needle"
             whole.stairs(highest[i], edges, baseline=None, label=label, **line)
             zoom.plot(near, p[-1, i, near].clamp(min=FLOOR), **line)
@@ -460,12 +451,11 @@ def prompt_curves(run: Run, view: View, parts: dict[Head, Tensor], log_z: list[T
 
 def prompt_maps(run: Run, view: View, parts: dict[Head, Tensor]) -> Figure:
     """The last rows of some heads: where question and answer look."""
-    kinds = list_parts(run.model)
-    figure, axes = panels(len(parts), len(kinds), 5, 3, sharex=True, sharey=True)
+    figure, axes = panels(len(parts), len(PARTS), 5, 3, sharex=True, sharey=True)
     rows = len(next(iter(parts.values())))
     for ((layer, h), p), line in zip(parts.items(), axes, strict=True):
         edges, highest = bin_keys(p)
-        for (i, (name, _)), axis in zip(kinds, line, strict=True):
+        for i, (name, axis) in enumerate(zip(PARTS, line, strict=True)):
             colors = {"norm": LogNorm(1e-5, 1), "cmap": "cividis"}
             mesh = axis.pcolormesh(edges, np.arange(rows + 1), highest[:, i], **colors)
             point_at_needle(axis, view.needle)
@@ -500,7 +490,7 @@ def needle_mass(run: Run, masses: dict[int, Tensor], heads: list[Head]) -> Figur
     figure, axes = panels(1, len(heads), 4.2, 3.6, sharey=True)
     for (layer, h), axis in zip(heads, axes[0], strict=True):
         curves, colors = {}, []
-        for i, (name, line) in list_parts(run.model):
+        for i, (name, line) in enumerate(PARTS.items()):
             values = {n: mass[:, i, layer, h].clamp(min=FLOOR) for n, mass in masses.items()}
             curves[name] = [(n, y.mean(), y.amin(), y.amax()) for n, y in values.items()]
             colors.append(line["color"])
@@ -540,18 +530,13 @@ def draw_prompt(run: Run, view: View, heads: list[Head], folder: Path) -> None:
     ):
         figure.suptitle(title)
         save(figure, folder, f"{name}.png")
-    if run.model.blocks[0].attn.prior is not None:
-        save(prompt_log_z(run, view, places, log_z), folder, "prompt_log_z.png")
+    save(prompt_log_z(run, view, places, log_z), folder, "prompt_log_z.png")
 
 
 def draw_run(run: Run, views: dict[int, list[View]], heads: list[Head], cfg: PlotConfig) -> None:
     """A model's pictures, table and record."""
     model, folder, rows = run.model, runs.folder_of(run.path), tabulate_heads(run.model)
-    if model.blocks[0].attn.prior is None:
-        effect = "adds no prior to the scores, so posterior = content and ln Z = ln n"
-        print(f"{run.path}: {model.cfg.pe} {effect}")
-    else:
-        save(learned_priors(model), folder, "learned_priors.png")
+    save(learned_priors(model), folder, "learned_priors.png")
     if {"theta_alpha", "theta_beta"} <= set(rows[0]):
         save(learned_heads(rows, model.cfg.n_layer), folder, "learned_heads.png")
     if figure := learned_training(runs.read_records(folder.parent / "log.jsonl")):
@@ -564,7 +549,7 @@ def draw_run(run: Run, views: dict[int, list[View]], heads: list[Head], cfg: Plo
             masses[length] = torch.stack([weigh_needle(model, view) for view in views[length]])
             bar.update(len(views[length]) * runs.cost(length))
     longest = max(masses)
-    n, heads = len(views[longest]), heads or rank_heads(masses[longest])[: cfg.show]
+    n, heads = len(views[longest]), heads or rank_heads(masses[longest])[:3]
     draw_prompt(run, views[longest][n // 2], heads, folder)
     if len(masses) > 1:
         save(needle_mass(run, masses, heads), folder, "needle_mass.png")
@@ -582,12 +567,12 @@ def draw_run(run: Run, views: dict[int, list[View]], heads: list[Head], cfg: Plo
 def main() -> None:
     (cfg,), paths = configurator.parse([PlotConfig], sys.argv[1:], __doc__, positional="runs")
     with user_errors():  # before the first picture
-        configurator.check_folder(Path(cfg.theory_dir))
+        configurator.check_folder(THEORY)
         loaded = runs.load_runs(paths, runs.EvalConfig(device=cfg.device))
         plans = [(run, make_views(run, cfg), find_heads(cfg.heads, run.model)) for run in loaded]
     if not paths:
         for draw in (theory_priors, theory_ssmax, theory_fading):
-            save(draw(), Path(cfg.theory_dir), f"{draw.__name__}.png")
+            save(draw(), THEORY, f"{draw.__name__}.png")
     for run, views, heads in plans:
         run.model.to(pick_device(cfg.device)[0])
         draw_run(run, views, heads, cfg)

@@ -167,14 +167,6 @@ def folder_of(path: str) -> Path:
     return (Path(path) if Path(path).is_dir() else Path(path).parent) / "eval"
 
 
-def distinct(paths: Iterable[str]) -> list[str]:
-    """Each run once, in the order given."""
-    first: dict[Path, str] = {}
-    for path in paths:
-        first.setdefault(place_of(path), path)
-    return list(first.values())
-
-
 # ---- records
 
 
@@ -267,7 +259,10 @@ class Cell(NamedTuple):
 def load_runs(paths: list[str], cfg: EvalConfig) -> list[Run]:
     """All runs on the CPU, where they wait for their turn; with no path the pretrained model."""
     pick_device(cfg.device)  # refuses one that cannot be used
-    return [load_run(path, "cpu", cfg) for path in distinct(paths or [str(PRETRAINED)])]
+    once: dict[Path, str] = {}
+    for path in paths or [str(PRETRAINED)]:
+        once.setdefault(place_of(path), path)
+    return [load_run(path, "cpu", cfg) for path in once.values()]
 
 
 def measure_cells(run: Run, cells: list[Cell], cfg: EvalConfig) -> Iterator[dict]:

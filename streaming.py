@@ -16,7 +16,6 @@ Scores, softmax and sums are float32 whatever the cache holds. A row is one docu
 end-of-text marker inside it.
 """
 
-import copy
 import math
 import os
 from typing import NamedTuple
@@ -92,15 +91,6 @@ class LayerCache:
         norms = block_maxima(self.keys[:, :, first * BLOCK : end].float().norm(dim=-1).amax(0))
         self.norms[:, first : first + norms.shape[1]] = norms
 
-    def fork(self, copies: int, used: int) -> "LayerCache":
-        """`copies` rows for each of this layer's, with its first `used` tokens and its prior."""
-        new, tensors = copy.copy(self), (self.keys, self.values)
-        new.keys, new.values = (t.new_empty(copies * len(t), *t.shape[1:]) for t in tensors)
-        new.norms, new.computed = torch.zeros_like(self.norms), torch.zeros_like(self.computed)
-        new.visible = 0
-        new.append(0, *(t[:, :, :used].repeat_interleave(copies, dim=0) for t in tensors))
-        return new
-
 
 class KVCache:
     """Keys and values of all layers for `batch` rows of up to `length` tokens; `used` are filled.
@@ -126,14 +116,6 @@ class KVCache:
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, to continue from there with others."""
         self.used = length
-
-    def fork(self, batch: int) -> "KVCache":
-        """A copy for texts that share a beginning: `batch` rows, a multiple of this cache's, row r
-        from its row r * self.batch // batch."""
-        new = copy.copy(self)
-        new.batch = batch
-        new.layers = [layer.fork(batch // self.batch, self.used) for layer in self.layers]
-        return new
 
     def skipped(self) -> Tensor:
         """Share of the visible blocks of keys that were skipped so far: (layers, H)."""

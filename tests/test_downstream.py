@@ -236,7 +236,7 @@ def test_the_harness_says_the_same(tokenizer, task, tmp_path):
     found, groups = [], []
     for questions in load(task, write_rows(tmp_path), int(letters)).values():
         prompts = [E.encode_question(run.enc, q, cfg.bos) for q in questions]
-        found += E.score_prompts(run, prompts, 400, silent)
+        found += E.score_prompts(run, prompts, silent)
         groups.append(E.measure_choices(run, cfg, questions, silent))
     acc, acc_norm, expected = HARNESS[tokenizer, task]
     for ours, theirs in zip(found, expected, strict=True):
@@ -352,38 +352,36 @@ def some_prompts():
 
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("pe", "ssmax"), ENCODINGS)
-def test_sharing_batching_and_padding_change_nothing(pe, ssmax, window, monkeypatch):
+def test_sharing_changes_nothing(pe, ssmax, window, monkeypatch):
     model, prompts = make_model(pe, ssmax), some_prompts()[::2]
     model.window = window
     expected = [direct(model, prompt) for prompt in prompts]
     monkeypatch.setattr(streaming, "LOSS_CHUNK", 257 * 40)  # several pieces of logits a batch
-    for batch_tokens in (1, 10**6):
-        scores = E.score_prompts(make_run(model), prompts, batch_tokens, silent)
-        for ours, theirs in zip(scores, expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
+    scores = E.score_prompts(make_run(model), prompts, silent)
+    for ours, theirs in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=1e-5)
 
 
 def test_texts_that_share_nothing():
     model = make_model("ggd", True)
     prompts = [some_prompts()[-1], E.Prompt([[5, 6], [5, 7]], 1), E.Prompt([[9, 6, 1], [9, 7]], 1)]
-    scores = E.score_prompts(make_run(model), prompts, 10**6, silent)
+    scores = E.score_prompts(make_run(model), prompts, silent)
     for ours, prompt in zip(scores, prompts, strict=True):
         np.testing.assert_allclose(ours, direct(model, prompt), atol=1e-4)
-    assert E.shared_beginning(prompts) == 0
 
 
 def test_one_item_scored_three_ways():
     model = make_model("ggd", True)
     question = E.Question("Question: Which of these floats?\nAnswer:", ["a cork", "a stone"], 0)
     prompt = E.encode_question(get_tokenizer("bytes"), question, True)
-    ours = E.score_prompts(make_run(model), [prompt], 10**6, silent)[0]
+    ours = E.score_prompts(make_run(model), [prompt], silent)[0]
     for log_p, row in zip(ours, prompt.rows, strict=True):
         idx, targets = torch.tensor([row[:-1]]), torch.tensor([row[1:]])
         targets[:, : prompt.first - 1] = -100
         loss = model(idx, targets).item() * (len(row) - prompt.first)
         cache, one_by_one = E.KVCache(model, 1, len(row)), 0.0
         for i, (token, following) in enumerate(zip(row, row[1:], strict=False), 1):
-            logits = E.prefill(model, torch.tensor([[token]]), cache, wanted=1)
+            logits = streaming.prefill(model, torch.tensor([[token]]), cache, wanted=1)
             one_by_one += (
                 logits[0, 0].log_softmax(-1)[following].item() if i >= prompt.first else 0.0
             )
@@ -406,7 +404,7 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     assert result["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-5)
     prompt = some_prompts()[3]
     expected = [-(len(row) - prompt.first) * math.log(257) for row in prompt.rows]
-    (ours,) = E.score_prompts(make_run(model), [prompt], 100, silent)
+    (ours,) = E.score_prompts(make_run(model), [prompt], silent)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 

@@ -471,7 +471,12 @@ def test_every_parameter_is_in_one_group_and_gets_a_gradient(pe, ssmax):
     assert len(listed) == len({id(p) for p in listed}) == len(list(model.parameters()))
     by_name = {g["name"]: g for g in groups}
     assert all(g["weight_decay"] == (0.1 if g["name"] == "matrix" else 0.0) for g in groups)
-    present = {"matrix": True, "norm": True, "theta": pe == "ggd", "s": ssmax}
+    present = {
+        "matrix": True,
+        "norm": True,
+        "theta": pe not in ("nope", "sinusoidal", "rope", "alibi"),
+        "s": ssmax,
+    }
     assert set(by_name) == {name for name, there in present.items() if there}
     assert all(p.dim() == 2 for p in by_name["matrix"]["params"])
     assert all(p.dim() == 1 for p in by_name["norm"]["params"])

@@ -190,15 +190,15 @@ def test_marks_are_the_tokens_that_hold_the_words(enc):
 
 def test_passkey_views_mark_the_needle_and_ask_for_the_answer():
     run = runs.Run("", make_model("ggd", True), {"tokenizer": "bytes"}, get_tokenizer("bytes"))
-    views = P.make_views(run, P.PlotConfig(lengths=(300, 200), depths=3))
-    assert list(views) == [200, 300] and [len(some) for some in views.values()] == [3, 3]
+    views = P.make_views(run, P.PlotConfig(lengths=(300, 200)))
+    assert list(views) == [200, 300] and [len(some) for some in views.values()] == [5, 5]
     for view in views[300]:
         assert view.idx.shape == (1, 299) and view.answers == 6
         needle = run.enc.decode(view.idx[0, view.needle].tolist())
         key = needle.split()[4].strip(".")
         assert needle == f"The pass key is {key}. Remember it. {key} is the pass key."
         assert run.enc.decode(view.idx[0, -5:].tolist()) == f" {key[:4]}"
-    default = P.make_views(run, P.PlotConfig(depths=1))
+    default = P.make_views(run, P.PlotConfig())
     assert list(default) == [256, 512, 1024, 2048, 4096, 8192]
 
 
@@ -250,12 +250,12 @@ def test_a_model_with_a_prior(run, monkeypatch, capsys):
     values = make_model("ggd", True).prior_values()
     log = [json.dumps({"step": step, "loss": 1.0} | values) for step in (10, 20)]
     (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
-    call(monkeypatch, run, "--lengths=150,200", "--depths=2", "--heads=1.3,0.0")
+    call(monkeypatch, run, "--lengths=150,200", "--heads=1.3,0.0")
     shapes = {"learned_priors", "learned_heads", "learned_training"}
     prompts = {"prompt_curves", "prompt_maps", "prompt_log_z", "needle_mass"}
     assert pictures(run / "eval") == shapes | prompts
     (record,) = runs.read_records(run / "eval/priors.jsonl")
-    assert record["n"] == 2 and record["config"]["heads"] == ["1.3", "0.0"]
+    assert record["n"] == 5 and record["config"]["heads"] == ["1.3", "0.0"]
     assert len(record["heads"]) == 8
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     for row in record["heads"]:
@@ -284,7 +284,7 @@ def test_a_new_prior_is_drawn_and_listed(tmp_path, monkeypatch, capsys):
     (run / "log.jsonl").write_text("\n".join(log), encoding="utf-8")
     axes = P.learned_training(runs.read_records(run / "log.jsonl")).axes
     assert [axis.get_ylabel().split()[0] for axis in axes] == ["theta_width", "s"]
-    call(monkeypatch, run, "--lengths=150", "--depths=1")
+    call(monkeypatch, run, "--lengths=150")
     assert "head  theta_width" in capsys.readouterr().out
     (record,) = runs.read_records(run / "eval/priors.jsonl")
     names = "head theta_width s width_512 width_8192 needle"
@@ -294,21 +294,21 @@ def test_a_new_prior_is_drawn_and_listed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("pe", ["nope", "sinusoidal", "rope", "alibi"])
-def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch, capsys):
-    """Without a prior there is nothing to draw of it, and the program says so."""
+def test_every_encoding_on_a_prompt_of_ones_own(pe, tmp_path, monkeypatch):
+    """Without a prior of its own a model has the uniform one."""
     run = save_run(tmp_path / "run", make_model(pe, pe == "alibi"))
     own = "The word is banana.\nWhat is the word? It is\n"
     (tmp_path / "own.txt").write_text(own, encoding="utf-8")
-    call(monkeypatch, run, f"--prompt={tmp_path / 'own.txt'}", "--needle=banana", "--show=1")
-    assert (f"{pe} adds no prior" in capsys.readouterr().out) == (pe != "alibi")
-    priors = {"learned_priors", "prompt_log_z"} if pe == "alibi" else set()
-    assert pictures(run / "eval") == {"prompt_curves", "prompt_maps"} | priors
+    call(monkeypatch, run, f"--prompt={tmp_path / 'own.txt'}", "--needle=banana")
+    prompts = {"prompt_curves", "prompt_maps", "prompt_log_z"}
+    assert pictures(run / "eval") == {"learned_priors"} | prompts
 
 
 def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "PRETRAINED", run)
-    call(monkeypatch, f"--theory_dir={tmp_path / 'a' / 'b'}", "--lengths=128", "--depths=1")
-    assert pictures(tmp_path / "a" / "b") == {"theory_priors", "theory_ssmax", "theory_fading"}
+    monkeypatch.chdir(tmp_path)
+    call(monkeypatch, "--lengths=128")
+    assert pictures(tmp_path / "out/theory") == {"theory_priors", "theory_ssmax", "theory_fading"}
     assert {"learned_priors", "learned_heads", "prompt_maps"} <= pictures(run / "eval")
 
 
@@ -325,10 +325,7 @@ def test_without_a_run_the_theory_and_the_model_that_comes_along(run, tmp_path, 
             "empty.txt has no text; choose another file",
         ),
         (("RUN", "--prompt=RUN/own.txt"), "go together"),
-        (("RUN", "--depths=0"), "depths is 0"),
-        (("RUN", "--show=0"), "show is 0"),
         (("RUN", "--head=0.0"), "did you mean 'heads'"),
-        (("--theory_dir=RUN/last.pt",), "is a file where a folder is needed"),
     ],
 )
 def test_errors_are_one_sentence_and_come_before_any_picture(

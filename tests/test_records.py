@@ -25,7 +25,12 @@ def test_labels_tell_runs_and_files_apart(tmp_path):
     assert R.name_of(str(run)) == R.name_of(str(run / "last.pt")) == "run"
     assert R.name_of(str(run / "best.pt")) == "run/best"
     assert R.folder_of(str(run)) == R.folder_of(str(run / "best.pt")) == run / "eval"
-    assert R.distinct([f"{run}", "b", f"{run}/../run", f"{run}/last.pt"]) == [f"{run}", "b"]
+
+
+def test_each_run_is_loaded_once(run, monkeypatch):
+    monkeypatch.setattr(R, "load_run", lambda path, device, cfg: path)
+    paths = [f"{run}", "b", f"{run}/../run", f"{run}/last.pt"]
+    assert R.load_runs(paths, R.EvalConfig()) == [f"{run}", "b"]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from conftest import ENCODINGS, make_model
 
 import streaming as S
-from model import GPT, ModelConfig, sinusoidal_table
+from model import GPT, PRIORS, ModelConfig, sinusoidal_table
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +233,7 @@ def test_exact_and_skipping_scores_agree(pe, ssmax):
     assert caches[1].skipped().abs().max() == 0 and caches[0].skipped().shape == (2, 4)
     if pe == "alibi":  # slopes 1/4 ... 1/256 over 400 tokens
         assert caches[0].skipped()[0, 0] > 0.3
-    elif pe != "ggd":
+    elif pe not in PRIORS:
         assert caches[0].skipped().max() == 0
 
 
@@ -264,23 +264,6 @@ def test_rewound_cache_goes_on_as_if_it_had_never_seen_the_rest():
     torch.testing.assert_close(again, S.prefill(model, rest, fresh, 33), atol=1e-4, rtol=0)
     for old, new in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(old.norms, new.norms, atol=1e-4, rtol=0)
-
-
-def test_forked_rows_share_their_beginning():
-    """1 row to 2, and these, after they went on in two ways, to 4."""
-    model, idx = make_model("ggd", True), tokens(90, B=4)
-    idx[:, :40] = idx[0, :40]
-    idx[1, :60], idx[3, :60] = idx[0, :60], idx[2, :60]
-    one = S.KVCache(model, 1, 90)
-    S.prefill(model, idx[:1, :40], one)
-    two = one.fork(2)
-    S.prefill(model, idx[::2, 40:60], two)
-    log_p, best = S.score(model, idx[:, 60:], 10, two.fork(4))
-    expected = S.score(model, idx, 10)
-    torch.testing.assert_close(log_p, expected[0], atol=1e-4, rtol=0)
-    assert torch.equal(best, expected[1]) and one.used == 40 and two.used == 60
-    empty = S.KVCache(model, 1, 90).fork(4)
-    torch.testing.assert_close(S.score(model, idx, 10, empty)[0], expected[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -374,20 +357,15 @@ def dense_attention(cfg, p, layer, q, k, v, first):
     (H, T, D), out = k.shape, torch.empty_like(q)
     log_n = torch.arange(1, T + 1).double().log()
     sharp = p[f"blocks.{layer}.attn.s"][:, None] * log_n if cfg.ssmax else torch.ones(H, T).double()
-    prior, scale = None, torch.ones(H, T).double()
-    if cfg.pe == "ggd":
-        priors = [reference.log_prior(cfg, p, layer, h, torch.arange(T)) for h in range(H)]
-        prior, scale = torch.stack(priors), sharp
-    elif cfg.pe == "alibi":
-        prior = -torch.tensor(reference.slopes(H)).double()[:, None] * torch.arange(T)
+    priors = [reference.log_prior(cfg, p, layer, h, torch.arange(T).double()) for h in range(H)]
+    prior, scale = torch.stack(priors), torch.ones(H, T) if cfg.pe == "alibi" else sharp
     q = q * sharp[:, first:, None] / math.sqrt(D)
     for begin in range(first, T, 32):
         rows = range(begin, min(begin + 32, T))
         scores = q[:, begin - first : rows.stop - first] @ k[:, : rows.stop].transpose(1, 2)
         for row, i in enumerate(rows):
             scores[:, row, i + 1 :] = -torch.inf
-            if prior is not None:
-                scores[:, row, : i + 1] += scale[:, i, None] * prior[:, : i + 1].flip(-1)
+            scores[:, row, : i + 1] += scale[:, i, None] * prior[:, : i + 1].flip(-1)
         out[:, begin - first : rows.stop - first] = scores.softmax(-1) @ v[:, : rows.stop]
     return out
 
