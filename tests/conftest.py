@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "course"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Where torch is to play an older CPU, two parts must be told. The compiler would take kernels for
 # another instruction set from its disk cache, with wrong numbers, so each CPU has its own, the
@@ -16,6 +17,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
 )
 if "ATEN_CPU_CAPABILITY" in os.environ:
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+
+from overlay import pytest_addoption, pytest_configure  # noqa: F401 -- --mine=mine.py
 
 import pytest
 import torch

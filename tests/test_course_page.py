@@ -1,10 +1,10 @@
-"""EXERCISES.md speaks of functions that exist, and its commands of tests that exist."""
+"""course/README.md speaks of functions that exist, and its commands of tests that exist."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "EXERCISES.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "course" / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_function_is_where_the_page_says():
@@ -20,8 +20,8 @@ def test_every_function_is_where_the_page_says():
 
 
 def test_every_word_of_every_command_selects_a_test():
-    commands = re.findall(r'^pytest -q (.+) -k "?([\w ]+)"?$', PAGE, re.M)
-    assert len(commands) == PAGE.count("\n## ") == 8
+    commands = re.findall(r'^pytest -q --mine=mine.py (.+) -k "?([\w ]+)"?$', PAGE, re.M)
+    assert len(commands) == PAGE.count("\n```\npytest") - 1 == 8
     for files, words in commands:
         pattern = re.sub(
             r"\{(.*)\}", lambda m: f"({m[1].replace(',', '|')})", files.replace(" ", "|")
