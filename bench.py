@@ -105,10 +105,11 @@ def measure(
 ) -> dict:
     """Median seconds of a step and, on CUDA, the most bytes held by tensors."""
     pe, _, ssmax = case.encoding.partition("-")
+    shape = {"pe": pe, "ssmax": bool(ssmax), "virtual_length": 1.0}  # which costs no time
     B, T, cuda = cfg.batch_size, model_cfg.block_size, device.type == "cuda"
     torch.manual_seed(0)
     torch.compiler.reset()
-    model = M.GPT(replace(model_cfg, pe=pe, ssmax=bool(ssmax))).to(device).train()
+    model = M.GPT(replace(model_cfg, **shape)).to(device).train()
     model.attention = case.attention
     batch = torch.randint(1, model_cfg.vocab_size, (B, T + 1), device=device)
     if case.packed:  # documents of 150 tokens, which begin elsewhere in every window

@@ -639,6 +639,13 @@ def test_ex10_shape_and_values():
     assert M.PRIORS["mine"](own_model().cfg, 0)(2**20).isfinite().all(), "at a million tokens"
 
 
+def test_ex10_a_distance_has_one_value_at_every_n():
+    prior = M.PRIORS["mine"](own_model().cfg, 0)
+    difference = prior(300)[:, :100].double() - prior(100).double()  # softmax sees no constant
+    expected = difference[:, :1].expand(4, 100)
+    same(difference, expected, "forward(n) must give each distance the same value at every n")
+
+
 def test_ex10_learns_with_at_most_four_numbers_a_head_and_one_start():
     net = own_model().train()
     idx = torch.randint(31, (2, 33), generator=torch.Generator().manual_seed(1))
