@@ -11,7 +11,6 @@ Tokenizers: "gpt2" is GPT-2's BPE with 50,257 ids, and tiktoken fetches its two 
 from configurator import check_folder
 
 import atexit
-import errno
 import hashlib
 import json
 import os
@@ -26,6 +25,11 @@ from typing import BinaryIO
 
 import numpy as np
 import tiktoken
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # ---- tokenizers
 
@@ -104,46 +108,38 @@ def write_json(path: str | os.PathLike, content: dict) -> None:
         file.write(json.dumps(content, indent=2).encode() + b"\n")
 
 
-LOCKS: dict[Path, BinaryIO] = {}  # open while locked; the system closes them if the process dies
+LOCKS: dict[Path, int] = {}  # folder -> its open file; the system unlocks it if the process dies
 
 
 def lock_folder(folder: Path) -> None:
     """Make a folder and let no other process write there until this one ends. ValueError if another
-    one has the lock. A file system without locks only gets a warning."""
-    path = folder.resolve() / ".lock"
-    if path in LOCKS or (folder.is_dir() and not os.access(folder, os.W_OK)):
+    one has the lock. A file system without locks only gets a warning, and Windows has none."""
+    place = folder.resolve()
+    if place in LOCKS or (folder.is_dir() and not os.access(folder, os.W_OK)):
         return  # held already, or read-only: check_folder() refuses that where something is written
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(path, "ab")  # noqa: SIM115
+    if fcntl is None:
+        return
+    LOCKS[place] = os.open(folder, os.O_RDONLY)
     try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(LOCKS[place], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(LOCKS.pop(place))
+        advice = "wait for it, or choose another folder"
+        raise ValueError(f"{folder} is being written by another process; {advice}") from error
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):  # POSIX, Windows
-            advice = "wait for it, or choose another folder"
-            raise ValueError(f"{folder} is being written by another process; {advice}") from error
         print(f"{folder} has no locks ({error.strerror}); let no other process write there")
-    if not (path.exists() and os.path.samefile(path, file.fileno())):
-        return lock_folder(folder)  # its last holder has just removed it
-    LOCKS[path] = file
 
 
 @atexit.register
 def remove_locks() -> None:
     """Unlock this process's folders, and remove those to which nothing was written."""
     while LOCKS:
-        path, file = LOCKS.popitem()
+        folder, file = LOCKS.popitem()
         with suppress(OSError):
-            path.unlink()  # while it is locked, since later it might be another process's
-            path.parent.rmdir()
-        file.close()
+            folder.rmdir()
+        os.close(file)
 
 
 # ---- shards
