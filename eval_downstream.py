@@ -21,7 +21,6 @@ from configurator import user_errors
 import itertools
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from torch import Tensor
 import runs
 from data import encode_document, read_meta, read_shard, read_text, shard_files, whole_documents
 from runs import Cell, EvalConfig, Run, cost
-from streaming import KVCache, score
+from streaming import KVCache, Reader, score
 
 
 class Task(NamedTuple):
@@ -87,7 +86,6 @@ class DownstreamConfig(EvalConfig):
     # empty, 1x, 2x, 4x, 8x and 16x the training length of the first run, if the documents have them
     stride: int = 0  # by context: targets at the end of a context; 0: half the shortest context
     targets: int = 4096  # by context: targets in all, at most
-    batch_tokens: int = 16_384  # by context: texts are scored together up to this many tokens
 
     def __post_init__(self):
         super().__post_init__()
@@ -95,7 +93,7 @@ class DownstreamConfig(EvalConfig):
         if not self.tasks or set(self.tasks) - set(known):
             tasks = ",".join(self.tasks) or "empty"
             raise ValueError(f"tasks is {tasks}; it may hold {', '.join(known)}")
-        least = {"num_fewshot": -1, "average": 2, "targets": 2, "documents": 1, "batch_tokens": 1}
+        least = {"num_fewshot": -1, "average": 2, "targets": 2, "documents": 1}
         for name in (*least, "limit", "length", "stride"):
             runs.check_range(name, least.get(name, 0), getattr(self, name))
         runs.check_range("contexts", 1, *self.contexts)
@@ -152,22 +150,21 @@ def cut_windows(documents: list[np.ndarray], length: int, step: int, count: int)
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def measure_nll(run: Run, idx: Tensor, targets: int, batch: int, advance: Advance) -> Tensor:
-    """Negative log-likelihood in nats of the last `targets` tokens of each row of idx (N, T),
-    `batch` rows at a time: (N, targets), float64."""
-    found = []
-    for rows in idx.split(batch):
-        kv = KVCache(run.model, len(rows), idx.shape[1] - 1, dtype=torch.float32)
-        log_p, _ = score(run.model, rows.to(run.model.embedding.weight.device), targets, kv)
-        found.append(-log_p.cpu().double())
-        advance(len(rows) * cost(idx.shape[1] - 1))
-    return torch.cat(found)
+def measure_nll(run: Run, idx: Tensor, targets: int, advance: Advance) -> Tensor:
+    """Negative log-likelihood in nats of the last `targets` tokens of each row of idx (N, T):
+    (N, targets), float64."""
+    nll, length, device = [], idx.shape[1] - 1, run.model.embedding.weight.device
+    for row in idx.to(device).split(1):
+        kv = KVCache(run.model, 1, length, dtype=torch.float32)
+        nll.append(-score(run.model, row, targets, kv)[0].cpu().double())
+        advance(cost(length))
+    return torch.cat(nll)
 
 
 def by_position(run: Run, cfg: DownstreamConfig, idx: Tensor, advance: Advance, *_) -> dict:
     """Mean nll over the rows of idx (N, length + 1), one value for every `average` positions. The
     standard errors take the tokens as independent."""
-    nll = measure_nll(run, idx, cfg.length, 1, advance)
+    nll = measure_nll(run, idx, cfg.length, advance)
     points = nll.unflatten(1, (-1, cfg.average)).transpose(0, 1).flatten(1)  # (points, N * average)
     error = points.std(1) / math.sqrt(points.shape[1])
     return {"n": nll.numel(), "nll": points.mean(1).tolist(), "nll_stderr": error.tolist()}
@@ -178,8 +175,7 @@ def by_context(
 ) -> dict:
     """Mean nll of the last `stride` tokens of each row of idx (N, longest context + 1), with at
     most `context` tokens before the last. The interval takes the tokens as independent."""
-    batch = max(1, cfg.batch_tokens // (context + 1))
-    nll = measure_nll(run, idx[:, -context - 1 :], cfg.stride, batch, advance)
+    nll = measure_nll(run, idx[:, -context - 1 :], cfg.stride, advance)
     targets = idx[:, -cfg.stride :].flatten().tolist()
     size = sum(len(run.enc.decode_single_token_bytes(t)) for t in targets)
     mean, half = nll.mean().item(), 1.96 * nll.std().item() / math.sqrt(nll.numel())
@@ -324,22 +320,12 @@ def encode_question(enc: tiktoken.Encoding, question: Question, bos: bool) -> Pr
 
 
 def score_prompts(run: Run, prompts: list[Prompt], advance: Advance) -> list[np.ndarray]:
-    """For every prompt the log-likelihoods of its choices in nats, (C,). What a row shares with the
-    one before it stays in the cache: description, examples, and the question for its choices."""
-    device = run.model.embedding.weight.device
+    """For every prompt the log-likelihoods of its choices in nats, (C,)."""
     length = max(len(row) for p in prompts for row in p.rows) - 1
-    kv = KVCache(run.model, 1, length, dtype=torch.float32)
-    before, scores = [], []
+    reader, scores = Reader(run.model, length, dtype=torch.float32), []
     for prompt in prompts:
-        sums = []
-        for row in prompt.rows:
-            # the last token of the context predicts the first one that counts
-            kv.rewind(len(os.path.commonprefix([before[: kv.used], row[: prompt.first - 1]])))
-            rest = torch.tensor([row[kv.used :]], device=device)
-            log_p, _ = score(run.model, rest, len(row) - prompt.first, kv)
-            sums.append(log_p.double().sum().item())
-            before = row
-        scores.append(np.array(sums))
+        log_p = [reader.score(row, len(row) - prompt.first)[0] for row in prompt.rows]
+        scores.append(np.array([row.double().sum().item() for row in log_p]))
         advance(QUESTION)
     return scores
 

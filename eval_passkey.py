@@ -15,25 +15,21 @@ import configurator
 from configurator import user_errors
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import runs
 from data import read_text
 from device import pick_device
-from model import GPT
 from needles import FILLERS, Prompt, describe, make_prompts
 from runs import Cell, EvalConfig, Run, cost
-from streaming import KVCache, prefill, require_memory, score
-
-PIECE = 2**14  # tokens between two updates of the time left
+from streaming import Reader, require_memory
 
 
 @dataclass
@@ -52,12 +48,10 @@ class PasskeyConfig(EvalConfig):
     # description; auto: unless tokens are bytes, where it takes 167 of them
     exact: bool = False  # also compute blocks of keys that the prior makes too small to matter in
     # float32
-    batch_tokens: int = 16_384  # prompts are scored together up to this many tokens
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("depths", "batch_tokens"):
-            runs.check_range(name, 1, getattr(self, name))
+        runs.check_range("depths", 1, self.depths)
         runs.check_range("lengths", 1, *self.lengths)
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds must be different numbers from 0, at least one of them")
@@ -68,68 +62,10 @@ class PasskeyConfig(EvalConfig):
 # ---- score
 
 
-def cut_batches(
-    prompts: list[Prompt], batch_tokens: int
-) -> Iterator[tuple[list[Prompt], Tensor, int]]:
-    """Prompts to score together, their tokens (B, T), and the tokens of the longest answer."""
-    size = max(1, batch_tokens // len(prompts[0].tokens))
-    for begin in range(0, len(prompts), size):
-        batch = prompts[begin : begin + size]
-        yield batch, torch.tensor([p.tokens for p in batch]), max(p.answer for p in batch)
-
-
-def find_answers(
-    scorer: Callable[[Tensor, int], Tensor], prompts: list[Prompt], batch_tokens: int
-) -> list[bool]:
-    """Is each token of an answer the most likely one? scorer(idx, n_last) -> argmax (B, n_last)"""
-    answers = []
-    for batch, idx, n_last in cut_batches(prompts, batch_tokens):
-        right = scorer(idx, n_last).cpu() == idx[:, -n_last:]
-        answers += [bool(row[-p.answer :].all()) for row, p in zip(right, batch, strict=True)]
-    return answers
-
-
-def shared_beginning(before: Tensor | None, idx: Tensor, n_last: int) -> int:
-    """How many first tokens each row of idx (B, T) shares with that row of the batch `before`. The
-    last n_last + 2 do not count: the answer and the query that predicts it are computed."""
-    if before is None or before.shape != idx.shape:
-        return 0
-    kept = idx.shape[1] - n_last - 2
-    differs = (before[:, :kept] != idx[:, :kept]).any(0).nonzero()
-    return int(differs[0]) if len(differs) else kept
-
-
-class SharingScorer:
-    """A scorer for `find_answers` that keeps the keys and values a batch shares with the last one.
-
-    advance(work) is called as the work, in the units of `cost`, is done.
-    """
-
-    def __init__(self, model: GPT, exact: bool, advance: Callable[[int], object]):
-        self.model, self.exact, self.advance = model, exact, advance
-        self.before: Tensor | None = None  # the last batch, which the cache holds
-
-    def __call__(self, idx: Tensor, n_last: int) -> Tensor:
-        B, T = idx.shape
-        if self.before is None or self.before.shape != idx.shape:
-            self.before, self.cache = None, KVCache(self.model, B, T - 1, exact=self.exact)
-        self.cache.rewind(shared_beginning(self.before, idx, n_last))
-        self.before = idx
-        rest = idx[:, self.cache.used :].to(self.model.embedding.weight.device)
-        for piece in rest[:, : -n_last - 1].split(max(1, PIECE // B), dim=1):
-            prefill(self.model, piece, self.cache)
-            self.advance(B * (cost(self.cache.used) - cost(self.cache.used - piece.shape[1])))
-        return score(self.model, rest[:, -n_last - 1 :], n_last, self.cache)[1]
-
-
-def count_work(prompts: list[Prompt], batch_tokens: int) -> int:
-    """What a SharingScorer will have to do, in the units of `cost`."""
-    total, before = 0, None
-    for _, idx, n_last in cut_batches(prompts, batch_tokens):
-        whole, shared = cost(idx.shape[1] - n_last - 1), shared_beginning(before, idx, n_last)
-        total += len(idx) * (whole - cost(shared))
-        before = idx
-    return total
+def find_answers(scorer: Callable[[list[int], int], Tensor], prompts: list[Prompt]) -> list[bool]:
+    """Is each token of an answer the most likely one? scorer(tokens, n_last) gives the most likely
+    tokens at the last n_last places, (n_last,)."""
+    return [scorer(p.tokens, p.answer).tolist() == p.tokens[-p.answer :] for p in prompts]
 
 
 # ---- cells
@@ -140,10 +76,13 @@ def measure(
 ) -> dict:
     with user_errors():
         prompts = make(length)
-    unit = len(prompts) * cost(length) / count_work(prompts, cfg.batch_tokens)
-    scorer = SharingScorer(run.model, cfg.exact, lambda done: advance(done * unit))
-    answers = find_answers(scorer, prompts, cfg.batch_tokens)
-    skipped = scorer.cache.skipped().round(decimals=4).tolist()
+    reader = Reader(run.model, length - 1, exact=cfg.exact)
+
+    def work(begin: int, end: int) -> None:
+        advance(cost(end) - cost(begin))
+
+    answers = find_answers(lambda tokens, n: reader.score(tokens, n, work)[1], prompts)
+    skipped = reader.cache.skipped().round(decimals=4).tolist()
     return count_answers(answers, cfg) | {"skipped_blocks": skipped}
 
 
@@ -165,7 +104,7 @@ def make_cells(run: Run, cfg: PasskeyConfig, lengths: list[int]) -> list[Cell]:
     make = partial(make_prompts, run.enc, filler=filler, **options)
     make(lengths[0])
     require_memory(run.model.cfg, 1, lengths[-1], pick_device(cfg.device)[0])
-    free = ("lengths", "resume", "batch_tokens", "device")  # no answer depends on them
+    free = ("lengths", "resume", "device")  # no answer depends on them
     config = {k: v for k, v in asdict(cfg).items() if k not in free}
     config["description"] = bool(describe(run.enc, cfg.description))
     if cfg.filler not in FILLERS:  # a file, which may change

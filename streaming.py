@@ -32,6 +32,7 @@ CHUNK_TOKENS = 2**11  # tokens through a layer at once, on a CPU
 TILE_SCORES = 2**19  # scores at once, on a CPU: 2 MiB stay in its cache
 CUDA_CHUNK_TOKENS = 2**14
 CUDA_TILE_SCORES = 2**26  # at most; fewer where little memory is free
+PIECE = 2**14  # tokens between two signs of progress
 HIDDEN = torch.finfo(torch.float32).min  # finite: a tile may hide all keys of a row, without a NaN
 
 
@@ -289,6 +290,32 @@ def score(model: GPT, idx: Tensor, n_last: int, cache=None) -> tuple[Tensor, Ten
         log_p.append(logits.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1))
         best.append(logits.argmax(-1))
     return torch.cat(log_p, 1), torch.cat(best, 1)
+
+
+class Reader:
+    """Scores texts one after the other. The beginning that a text shares with the one before it
+    stays in the cache, which holds `length` tokens; options: as of KVCache."""
+
+    def __init__(self, model: GPT, length: int, **options):
+        self.model, self.cache, self.before = model, KVCache(model, 1, length, **options), []
+
+    def score(self, tokens: list[int], n_last: int, advance=lambda begin, end: None):
+        """`score` of the last n_last tokens, (n_last,) each. advance(begin, end) is called when the
+        tokens from begin to end are done."""
+        device, first = self.model.embedding.weight.device, len(tokens) - n_last - 1
+        begin = len(os.path.commonprefix([self.before[: self.cache.used], tokens[:first]]))
+        self.cache.rewind(begin)
+        self.before = tokens
+        advance(0, begin)
+        while begin < first:
+            end = min(first, begin + PIECE)
+            prefill(self.model, torch.tensor([tokens[begin:end]], device=device), self.cache)
+            advance(begin, end)
+            begin = end
+        rest = torch.tensor([tokens[begin:]], device=device)
+        log_p, best = score(self.model, rest, n_last, self.cache)
+        advance(begin, len(tokens))
+        return log_p[0], best[0]
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import model as M
 import needles
 import plot_priors
 import runs
+import streaming
 
 # as the repository has them, whatever is laid over it later
 ANGLES, POSTERIOR, ALIBI, GGD = M.angles, M.reference_posterior, M.AlibiPrior, M.GGDPrior
@@ -123,8 +124,8 @@ def keys_found(change: str, length: int) -> int:
     """Of ten keys, how many the included model finds after one of its numbers has been set."""
     run = runs.load_run(str(runs.PRETRAINED), cfg=runs.EvalConfig(set=(change,)))
     prompts = needles.make_prompts(run.enc, length, depths=10)
-    scorer = eval_passkey.SharingScorer(run.model, False, lambda work: None)
-    return sum(FIND(scorer, prompts, length))
+    reader = streaming.Reader(run.model, length)
+    return sum(FIND(lambda tokens, n: reader.score(tokens, n)[1], prompts))
 
 
 def retrieval_heads() -> list[str]:

@@ -93,10 +93,9 @@ def passkey_prompt(enc, length, depth, key, wording, filler, description=""):
 # Exercise 8 -------------------------------------------------------------------
 
 
-def find_answers(scorer, prompts, batch_tokens):
-    """A bool a prompt: is each token of its answer the most likely one? scorer(idx, n_last) takes
-    tokens (B, T) and gives the most likely ones in place of the last n_last, (B, n_last). Up to
-    batch_tokens tokens are scored together, at least one prompt; all prompts have one length."""
+def find_answers(scorer, prompts):
+    """A bool a prompt: is each token of its answer the most likely one? scorer(tokens, n_last) of a
+    prompt's tokens is a tensor of the most likely ones in place of the last n_last."""
     raise NotImplementedError
 
 

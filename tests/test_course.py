@@ -165,8 +165,8 @@ def test_stubs_get_no_point_and_break_nothing_else(tmp_path):
 
 
 def test_scripts_run_with_the_students_functions(mine, run):
-    body = "scorer(torch.tensor([prompts[0].tokens]), 6); return [True] * len(prompts)"
-    mine.write_text(f"{mine.read_text()}\ndef find_answers(scorer, prompts, n): {body}\n")
+    body = "scorer(prompts[0].tokens, 6); return [True] * len(prompts)"
+    mine.write_text(f"{mine.read_text()}\ndef find_answers(scorer, prompts): {body}\n")
     done = grader("run", mine, "eval_passkey.py", run, "--lengths=256", "--depths=4")
     assert "100%" in done.stdout, done.stderr
 

@@ -451,7 +451,7 @@ def test_by_position_is_the_cross_entropy_of_one_long_forward():
 @pytest.mark.parametrize("window", [0, 10])
 def test_by_context_scores_the_same_targets(window):
     model, idx = make_model("rope", False), torch.randint(0, 256, (3, 65))
-    cfg, model.window = E.DownstreamConfig(stride=8, batch_tokens=70), window or None
+    cfg, model.window = E.DownstreamConfig(stride=8), window or None
     for context in (8, 30, 64):
         cut = idx[:, -context - 1 :]
         logits = model(cut[:, :-1]).double()

@@ -79,14 +79,14 @@ def test_oracle_constant_and_one_wrong_token(enc):
     prompts = N.make_prompts(enc, 300, depths=5, seeds=(1, 2), description="false")
     assert len({tuple(p.tokens) for p in prompts}) == 10
 
-    def wrong_at(place):  # from the end; nothing is wrong if it is before all answers of the batch
-        return lambda idx, n: idx[:, -n:] + (torch.arange(-n, 0) == place)
+    def wrong_at(place):  # from the end; nothing is wrong if it is before the answer
+        return lambda tokens, n: torch.tensor(tokens[-n:]) + (torch.arange(-n, 0) == place)
 
-    assert all(E.find_answers(lambda idx, n: idx[:, -n:], prompts, 900))
+    assert all(E.find_answers(lambda tokens, n: torch.tensor(tokens[-n:]), prompts))
     longest = max(p.answer for p in prompts)
     for place in range(-longest - 1, 0):  # from the token before the longest answer
-        assert E.find_answers(wrong_at(place), prompts, 900) == [p.answer < -place for p in prompts]
-    assert not any(E.find_answers(lambda idx, n: torch.full((len(idx), n), 7), prompts, 900))
+        assert E.find_answers(wrong_at(place), prompts) == [p.answer < -place for p in prompts]
+    assert not any(E.find_answers(lambda tokens, n: torch.full((n,), 7), prompts))
 
 
 def test_prompts_are_a_function_of_seed_and_length():
@@ -107,13 +107,10 @@ def test_keys_and_depths_belong_together():
     assert E.count_answers(answers, cfg)["by_depth"] == [0.5, 0.5, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("batch_tokens", "share"), [(900, 0.6), (2700, 0.75)])
-def test_shared_beginnings_change_no_answer_and_save_work(monkeypatch, batch_tokens, share):
-    """About half of the tokens, where prompts come one by one; fewer where some are scored
-    together."""
+def test_shared_beginnings_change_no_answer_and_save_half_of_the_work(monkeypatch):
     model = make_model("ggd", True)
     prompts = N.make_prompts(get_tokenizer("bytes"), 900, seeds=(1, 2), depths=12)
-    alone = [streaming.score(model, torch.tensor([p.tokens]), p.answer)[1][0] for p in prompts]
+    alone = [streaming.score(model, torch.tensor([p.tokens]), p.answer) for p in prompts]
     done, passed, forward = [], [], streaming.forward_chunk
 
     def counted(model, idx, *rest):
@@ -121,28 +118,24 @@ def test_shared_beginnings_change_no_answer_and_save_work(monkeypatch, batch_tok
         return forward(model, idx, *rest)
 
     monkeypatch.setattr(streaming, "forward_chunk", counted)
-    monkeypatch.setattr(E, "PIECE", 200)
-    scorer = E.SharingScorer(model, False, done.append)
-    together = [
-        row
-        for _, idx, n_last in E.cut_batches(prompts, batch_tokens)
-        for row in scorer(idx, n_last)
-    ]
-    assert torch.equal(torch.stack(together), torch.stack(alone))
-    assert sum(done) == E.count_work(prompts, batch_tokens)
-    assert 0.45 < sum(passed) / (24 * 899) < share
+    monkeypatch.setattr(streaming, "PIECE", 200)
+    reader = streaming.Reader(model, 899)
+    for prompt, (log_p, best) in zip(prompts, alone, strict=True):
+        together = reader.score(prompt.tokens, prompt.answer, lambda *step: done.append(step))
+        torch.testing.assert_close(together[0], log_p[0], atol=1e-4, rtol=0)
+        assert torch.equal(together[1], best[0])
+        steps = [done.pop(0) for _ in range(len(done))]  # without a gap, from 0 to the end
+        assert steps[0][0] == 0 and steps[-1][1] == 900
+        assert [end for _, end in steps[:-1]] == [begin for begin, _ in steps[1:]]
+    assert 0.45 < sum(passed) / (24 * 899) < 0.6
 
 
-def test_shared_beginning():
-    a = torch.arange(20).view(2, 10)
-    b = a.clone()
-    b[1, 4] = 0
-    assert [E.shared_beginning(x, y, 2) for x, y in ((None, a), (a, b), (a, a), (a[:1], a))] == [
-        0,
-        4,
-        6,
-        0,
-    ]
+def test_a_text_that_shares_nothing_or_all_but_its_answer():
+    model = make_model("ggd", True)
+    reader, texts = streaming.Reader(model, 50), torch.randint(256, (3, 40)).tolist()
+    for tokens, n in ((texts[0], 5), (texts[1], 5), (texts[1][:-2] + texts[2][:2], 2), ([7, 8], 1)):
+        expected = streaming.score(model, torch.tensor([tokens]), n)
+        torch.testing.assert_close(reader.score(tokens, n)[0], expected[0][0], atol=1e-4, rtol=0)
 
 
 def test_exercises_never_hold_the_texts_that_test_generalisation():
@@ -260,7 +253,7 @@ def test_resume_takes_over_what_is_the_same_and_only_that(run, monkeypatch, caps
     monkeypatch.setattr(E, "find_answers", noted)
     monkeypatch.setattr(E, "draw", lambda *arguments: [])
     call(monkeypatch, run, "--depths=2", "--lengths=128")
-    call(monkeypatch, run, "--depths=2", "--lengths=128,300", "--resume", "--batch_tokens=400")
+    call(monkeypatch, run, "--depths=2", "--lengths=128,300", "--resume")
     assert computed == [128, 300]
     header = next(line for line in capsys.readouterr().out.splitlines() if "300" in line)
     assert header.split() == ["run", "128", "300"]
@@ -328,7 +321,8 @@ def test_the_model_that_comes_along_finds_keys_far_past_its_training_length():
     prompts = N.make_prompts(
         run.enc, 4096, depths=5, wording="reworded", filler=N.FILLERS["unseen"]
     )
-    assert all(E.find_answers(lambda idx, n: streaming.score(run.model, idx, n)[1], prompts, 4096))
+    reader = streaming.Reader(run.model, 4095)
+    assert all(E.find_answers(lambda tokens, n: reader.score(tokens, n)[1], prompts))
 
 
 def test_without_a_run_the_model_that_comes_along(run, monkeypatch, capsys):
