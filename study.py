@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -308,7 +308,8 @@ def study(cfg: StudyConfig, base: TrainConfig) -> None:
             names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
             for searched in (True, False):
                 todo = [name for name in names if searched != bool(VARIANTS[name].base)]
-                list(pool.map(lambda name, seed=seed: row(name, seed), todo))
+                for done_row in as_completed([pool.submit(row, name, seed) for name in todo]):
+                    done_row.result()  # raises what ended it
     finally:  # after a mistake or Ctrl-C begin nothing new, and wait for what saves its work
         pool.shutdown(cancel_futures=True)
     print(f"\nrecords in {cfg.records}")
