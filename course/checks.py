@@ -679,8 +679,11 @@ def pytest_generate_tests(metafunc):
 
 
 def test_number(question):
-    answers = getattr(sys.modules["mine"], "ANSWERS", {})
+    mine = sys.modules["mine"]
+    assert getattr(mine, "NAME", ""), "NAME is empty: it says which sheet is yours"
+    answers = getattr(mine, "ANSWERS", {})
     assert question.key in answers, f"ANSWERS has no {question.key!r}: {question.text}"
     got, expected = answers[question.key], question.truth()
+    assert isinstance(got, int | float), f"{question.key} is {got!r}; it must be a number"
     near = abs(got - expected) <= max(question.near * abs(expected), question.slack, 1e-9)
     assert near, f"{question.key}: got {got}, which is not it. {question.text}"
