@@ -177,7 +177,10 @@ def test_scripts_run_with_the_students_functions(mine, run):
         (["nothing.py"], "nothing.py"),
         (["run"], "needs a file and a script"),
         (["run", "stubs.py", "no.py"], "no script no.py"),
-        (["a.py", "b.py"], "one file"),
+        (["a.py", "b.py"], "give one file"),
+        ([], "give one file"),
+        (["sheet"], "sheet NAME"),
+        (["board"], "board FILES"),
         (["stubs", "--only=11"], "the exercises are"),
     ],
 )
