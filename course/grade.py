@@ -203,28 +203,27 @@ def board(paths: list[str], cfg: GradeConfig) -> None:
 
 
 def main() -> None:
-    command, *words = sys.argv[1:] or ["--help"]
-    if command == "run":
-        if len(words) < 2:
+    if sys.argv[1:2] == ["run"]:  # what follows belongs to the script
+        if len(sys.argv) < 4:
             fail("run needs a file and a script, as in: grade.py run mine.py train.py CONFIG")
         with user_errors():
-            return run_script(words[0], words[1], words[2:])
+            return run_script(sys.argv[2], sys.argv[3], sys.argv[4:])
     (cfg,), files = configurator.parse([GradeConfig], sys.argv[1:], __doc__, positional="files")
-    command, *words = files
+    command, words = (files or [""])[0], files[1:]
     if command == "stubs":
         print((COURSE / "stubs.py").read_text(encoding="utf-8"), end="")
-    elif command == "sheet":
+    elif command == "sheet" and words:
         import sheet
 
         for question in sheet.questions(" ".join(words)):
             print(f"{question.key}  {question.text}")
-    elif command == "board":
+    elif command == "board" and words:
         board(words, cfg)
-    elif words:
-        fail(f"got {len(files)} words; give one file, or stubs, sheet, run or board before others")
-    else:
+    elif command and not words and command not in ("sheet", "board"):
         with user_errors():
             grade(command, cfg)
+    else:
+        fail("give one file, stubs, sheet NAME, run FILE SCRIPT or board FILES; see --help")
 
 
 if __name__ == "__main__":
