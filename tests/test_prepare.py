@@ -66,10 +66,6 @@ def small(folder: Path, *files: str, **options) -> PrepareConfig:
     return PrepareConfig(**common | options)
 
 
-def small_words(folder: Path | str, file: str) -> list[str]:
-    return ["--source=files", f"--files={file}", f"--out_dir={folder}", "--val_fraction=0.2"]
-
-
 @pytest.fixture(scope="module")
 def pydocs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "pydocs"
@@ -506,20 +502,17 @@ def test_killed_between_any_two_changes_of_the_disk(tmp_path, data_set, texts, m
     monkeypatch.setattr(P, "hub_files", lambda config: files)
     monkeypatch.setattr(P, "read_texts", lambda file, skip: iter(parts[Path(file).stem][skip:]))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    left = [0]
 
     def die_later(change):
         def dying(*args, **kwargs):
-            if left[0] == 0:
+            if next(left, None) is None:
                 raise Killed
-            left[0] -= 1
             return change(*args, **kwargs)
 
         return dying
 
     for moment in itertools.count():
-        folder = tmp_path / str(moment) / "x"
-        left[0] = moment
+        folder, left = tmp_path / str(moment) / "x", iter(range(moment))
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", die_later(os.replace))
             patch.setattr(Path, "unlink", die_later(Path.unlink))
@@ -552,15 +545,6 @@ def test_damaged_and_lost_shards_are_made_again_and_none_before(tmp_path, data_s
     assert prepare_hub(data_set, folder) == whole
     kept = ["x_val_000000.bin", *(f"x_train_00000{i}.bin" for i in (1, 2, 3))]
     assert all(times(folder)[name] == before[name] for name in kept)
-
-
-def test_an_unfinished_data_set_is_not_mixed_with_another(tmp_path, data_set, jsonl):
-    prepare_hub(data_set, tmp_path / "x")
-    (tmp_path / "x/meta.json").rename(tmp_path / "x" / UNFINISHED)
-    with pytest.raises(ValueError, match=r"was prepared with max_tokens=0 \(expected 5000\)"):
-        prepare_hub(data_set, tmp_path / "x", max_tokens=5000)
-    with pytest.raises(ValueError, match="was prepared with source=hub"):
-        prepare(small(tmp_path / "x", jsonl))
 
 
 def test_a_broken_connection_is_opened_again_where_it_broke(monkeypatch):
@@ -640,15 +624,26 @@ def test_unusable_data_sets_are_told_and_leave_nothing(tmp_path, data_set, monke
     assert not (tmp_path / "x").exists()
 
 
-def test_shards_of_others_are_refused_before_they_are_mixed(tmp_path, data_set, jsonl):
-    (tmp_path / "x").mkdir()
+def test_data_of_others_is_refused_before_it_is_mixed(tmp_path, data_set, jsonl):
+    """Another run's shards, and a data set with other settings that is not finished."""
+    folder = tmp_path / "x"
+    folder.mkdir()
     for name in ("x_train_000001.bin", "x_val_000000.bin", "x_train_000007.bin"):
-        write_shard(tmp_path / "x" / name, np.arange(9))
+        write_shard(folder / name, np.arange(9))
         with pytest.raises(ValueError, match=f"{name}, which is not of this run"):
-            prepare_hub(data_set, tmp_path / "x")
+            prepare_hub(data_set, folder)
         with pytest.raises(ValueError, match=f"{name}, which is not of this run"):
-            prepare(small(tmp_path / "x", jsonl))
-        (tmp_path / "x" / name).unlink()
+            prepare(small(folder, jsonl))
+        (folder / name).unlink()
+    prepare_hub(data_set, folder)
+    write_shard(folder / "x_train_000099.bin", np.arange(9))
+    with pytest.raises(ValueError, match="x_train_000099.bin, which is not of this run"):
+        prepare_hub(data_set, folder)
+    (folder / "meta.json").rename(folder / UNFINISHED)
+    with pytest.raises(ValueError, match=r"was prepared with max_tokens=0 \(expected 5000\)"):
+        prepare_hub(data_set, folder, max_tokens=5000)
+    with pytest.raises(ValueError, match="was prepared with source=hub"):
+        prepare(small(folder, jsonl))
 
 
 @pytest.mark.slow
@@ -727,7 +722,7 @@ def test_one_writer_a_folder(tmp_path, jsonl):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     holder = subprocess.Popen(command, cwd=SCRIPT.parent, **pipes)
     assert holder.stdout.readline().strip() == b"held"
-    words = small_words("data/x", jsonl)
+    words = [f"--files={jsonl}", "--source=files", "--out_dir=data/x", "--val_fraction=0.2"]
     done = run_script(*words, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     told = "error: data/x is being written by another process; wait for it and start again"
@@ -765,7 +760,8 @@ def test_a_full_disk_and_a_folder_of_another_user(tmp_path, jsonl, monkeypatch, 
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["", *small_words(tmp_path / "x", jsonl)])
+    words = [f"--files={jsonl}", "--source=files", f"--out_dir={tmp_path / 'x'}"]
+    monkeypatch.setattr(sys, "argv", ["", *words])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(at, refuse)
         P.main()
@@ -791,26 +787,14 @@ def test_command_line_with_two_workers(tmp_path, fineweb):
     assert done.returncode == 2 and done.stderr.startswith(told)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"val_fraction": 0.0},
-        {"val_fraction": 1.0},
-        {"retrieval_fraction": -0.1},
-        {"window": 1},
-        {"shard_tokens": 256},
-        {"max_tokens": 5},
-        {"shard_tokens": 2**31},
-        {"files": ("a.txt",)},
-        {"out_dir": "data/interval_x"},
-        {"retrieval_fraction": 0.3, "source": "hub"},
-        {"max_tokens": -1, "source": "hub"},
-        {"val_tokens": 0, "source": "hub"},
-        {"seed": -1},
-        {"workers": 0},
-        {"files": (), "source": "files"},
-    ],
-)
-def test_bad_settings_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        PrepareConfig(**{"source": "pydocs"} | options)
+BAD = [("pydocs", "val_fraction", 0.0), ("pydocs", "val_fraction", 1.0), ("pydocs", "window", 1)]
+BAD += [("pydocs", "retrieval_fraction", -0.1), ("hub", "retrieval_fraction", 0.3)]
+BAD += [("pydocs", "max_tokens", 5), ("hub", "max_tokens", -1), ("hub", "val_tokens", 0)]
+BAD += [("pydocs", "shard_tokens", n) for n in (256, 2**31)] + [("pydocs", "seed", -1)]
+BAD += [("pydocs", "files", ("a.txt",)), ("files", "files", ()), ("pydocs", "workers", 0)]
+
+
+@pytest.mark.parametrize(("source", "key", "value"), [*BAD, ("hub", "out_dir", "data/interval_x")])
+def test_bad_settings_are_refused(source, key, value):
+    with pytest.raises(ValueError, match=key):
+        PrepareConfig(source=source, **{key: value})
