@@ -39,7 +39,7 @@ from data import UNFINISHED, get_tokenizer, write_json
 
 PAUSES = 5, 20, 80, 320  # seconds, longer than those of `datasets`, until a file is opened again
 ROWS = 1000  # of a parquet file in memory; the default, its first group of rows, may have none
-BATCH = 64  # documents that a thread tokenises at once
+BATCH = 16  # documents that a thread tokenises at once
 
 # tests are no documentation; the others are not CPython's own, or are absent from some builds
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
