@@ -15,11 +15,10 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,10 +43,9 @@ LONG_RUN = re.compile(r"\s{4096}|\S{4096}")
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """The encoding called "gpt2" or "bytes"."""
     if name == "bytes":
-        ranks, special = {bytes([i]): i for i in range(256)}, {EOT: 256}
-        return tiktoken.Encoding(
-            name, pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
+        ranks = {bytes([i]): i for i in range(256)}
+        parts = {"pat_str": BYTES_PATTERN, "mergeable_ranks": ranks, "special_tokens": {EOT: 256}}
+        return tiktoken.Encoding(name, **parts)
     if name != "gpt2":
         raise ValueError(f'unknown tokenizer {name!r}: expected "gpt2" or "bytes"')
     try:
@@ -62,17 +60,10 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 def encode_document(enc: tiktoken.Encoding, text: str) -> list[int]:
     """<|endoftext|> and the ids of `text`, in which the marker's characters are ordinary text.
     Surrogate pairs are joined. Lone surrogates, which JSON allows, become U+FFFD."""
-    ids = [enc.eot_token]
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    for part in split_long_runs(text):
-        ids += enc.encode_ordinary(part)
-    return ids
-
-
-def split_long_runs(text: str) -> Iterator[str]:
-    """Pieces that join to `text`, cut inside very long runs of spaces or of non-spaces."""
     edges = [0, *(run.end() for run in LONG_RUN.finditer(text)), len(text)]
-    return (text[begin:end] for begin, end in pairwise(edges))
+    pieces = (enc.encode_ordinary(text[begin:end]) for begin, end in pairwise(edges))
+    return [enc.eot_token, *chain.from_iterable(pieces)]
 
 
 # ---- files, whole or not at all
@@ -126,7 +117,7 @@ def lock_folder(folder: Path) -> None:
         fcntl.flock(LOCKS[place], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(LOCKS.pop(place))
-        advice = "wait for it, or choose another folder"
+        advice = "wait for it and start again, or choose another folder"
         raise ValueError(f"{folder} is being written by another process; {advice}") from error
     except OSError as error:
         print(f"{folder} has no locks ({error.strerror}); let no other process write there")
@@ -165,20 +156,14 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> str:
 def read_shard(path: str | os.PathLike) -> np.ndarray:
     """A shard's tokens as a read-only memory map of uint16. ValueError if its header is wrong."""
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    if len(header) < HEADER_INTS or header[0] != MAGIC:
-        raise ValueError(f"{path} is not a token shard: it does not begin with {MAGIC}")
-    if header[1] != VERSION:
-        raise ValueError(f"{path} is a shard of version {header[1]}: expected {VERSION} (uint16)")
+    if len(header) < HEADER_INTS or header[:2].tolist() != [MAGIC, VERSION]:
+        header = f"{HEADER_INTS} int32 that begin with {MAGIC}, {VERSION}"
+        raise ValueError(f"{path} is not a token shard: it has no header of {header}")
     count, held = int(header[2]), (os.path.getsize(path) - HEADER_BYTES) // 2
-    if count < 1 or held < count:
+    if count != held or not count:
         says = f"its header says {count:,} tokens, it holds {held:,}"
         raise ValueError(f"{path} is damaged: {says}; prepare it again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
-
-
-def shard_name(folder: Path, i: int) -> str:
-    """Name of a folder's i-th shard; the first one is the validation."""
-    return f"{folder.resolve().name}_{'train' if i else 'val'}_{i:06d}.bin"
 
 
 def shard_files(folder: Path, kind: str = "") -> list[Path]:
@@ -196,21 +181,19 @@ def whole_documents(tokens: np.ndarray, eot: int) -> Iterator[np.ndarray]:
 # ---- data folders
 
 UNFINISHED = "UNFINISHED"  # stands in for meta.json while a folder is being written
-# Types of the values in meta.json, which may be absent, and in its "shards".
-META = {"tokenizer": str, "window": int | None, "vocab_size": int, "settings": dict, "shards": dict}
-META |= {"files": list}
-SHARD = {"tokens": int, "documents": int, "sha256": str, "next": list | None}
+# Types of the values in meta.json, and in what it notes of each shard.
+KINDS = {"tokenizer": str, "window": int | None, "settings": dict, "files": list, "shards": dict}
+KINDS |= {"tokens": int, "documents": int, "sha256": str, "next": list | None}
 
 
 def read_notes(path: Path) -> dict:
     """meta.json or UNFINISHED. ValueError if a value has another type than expected."""
     try:
         notes = json.loads(path.read_text(encoding="utf-8"))
-        shards = notes.get("shards", {}).values()
-        wrong = [k for k, kind in META.items() if k in notes and not isinstance(notes[k], kind)]
-        wrong += [k for k, kind in SHARD.items() for s in shards if not isinstance(s.get(k), kind)]
-        if wrong:
-            raise ValueError(f"unexpected value of {wrong[0]}")
+        for part in (notes, *notes.get("shards", {}).values()):
+            for key in part.keys() & KINDS.keys():
+                if not isinstance(part[key], KINDS[key]):
+                    raise ValueError(f"unexpected value of {key}")
     except (ValueError, AttributeError) as error:  # AttributeError: it is not a JSON object
         advice = "prepare this data again, in another folder"
         raise ValueError(f"{path} is damaged ({error}); {advice}") from error
@@ -232,56 +215,34 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
     return meta
 
 
-def refuse_strangers(folder: Path, names: set[str]) -> None:
-    """ValueError if the folder holds other shards too, which train.py would read."""
-    if strangers := sorted({path.name for path in shard_files(folder)} - names):
-        advice = "remove it or change --out_dir"
-        raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: {advice}")
-
-
-def check_disk(folder: Path, tokens: int) -> None:
-    """ValueError if there is no room for this many more tokens."""
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    needed, free = 2 * max(0, tokens), shutil.disk_usage(there).free
-    if needed > free:
-        advice = "make room or change --out_dir"
-        raise ValueError(f"{folder} needs {needed:,} bytes, but {free:,} are free there: {advice}")
-    print(f"{needed:,} bytes to write in {folder}, {free:,} are free", flush=True)
-
-
 def verify(folder: Path) -> None:
     """Check header, length, ids and sha256 of every shard. ValueError if any is bad or missing."""
-    meta = read_meta(folder)
-    known = {} if meta is None else meta.get("shards", {})
-    vocab_size = 50_257 if meta is None else meta.get("vocab_size")  # of GPT-2
-    if vocab_size is None:
-        raise ValueError(f"{folder / 'meta.json'} has no vocab_size; prepare this data again")
-    files = shard_files(folder, "train_*") + shard_files(folder, "val_*")
-    names, faults = sorted({path.name for path in files} | set(known)), []
+    meta = read_meta(folder) or {}
+    known = meta.get("shards", {})
+    vocab_size = 257 if meta.get("tokenizer") == "bytes" else 50_257
+    if not meta:
+        print(f"without meta.json, GPT-2's {vocab_size:,} ids are assumed")
+    paths = shard_files(folder, "train_*") + shard_files(folder, "val_*")
+    names, faults = sorted({path.name for path in paths} | set(known)), []
     if not names:
         raise ValueError(f"{folder} holds no shards (*train_*.bin, *val_*.bin)")
     for name in names:
         path = folder / name
         try:
-            if known and name not in known:
-                raise ValueError(f"{path} is not in meta.json")
-            tokens, highest = (shard := read_shard(path)).size, int(shard.max())
-            if path.stat().st_size != HEADER_BYTES + 2 * tokens:
-                raise ValueError(f"{path} is longer than the {tokens:,} tokens of its header")
-            if highest >= vocab_size:
+            shard = read_shard(path)
+            if (highest := int(shard.max())) >= vocab_size:
                 limit = f"but the vocabulary has only {vocab_size:,}"
                 raise ValueError(f"{path} has the token id {highest}, {limit}")
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            if known and digest != known[name]["sha256"]:
-                raise ValueError(f"{path} does not have the sha256 of meta.json")
-            print(f"{name}: {tokens:,} tokens, ok")
+            if known and digest != known.get(name, {}).get("sha256"):
+                raise ValueError(f"{path} is not in meta.json with its sha256")
+            print(f"{name}: {len(shard):,} tokens, ok")
         except (ValueError, OSError) as error:
             faults.append(str(error))
             print(f"{name}: bad")
     if faults:
         raise ValueError(f"{len(faults)} of {len(names)} shards are bad: {'; '.join(faults)}")
-    guess = f"; without meta.json, GPT-2's {vocab_size:,} ids are assumed" if meta is None else ""
-    print(f"{folder} is whole{guess}")
+    print(f"{folder} is whole")
 
 
 # ---- windows and their order

@@ -18,23 +18,20 @@ import ast
 import glob
 import itertools
 import json
-import multiprocessing
-import os
 import platform
-import signal
 import sys
 import sysconfig
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import tiktoken
 from tqdm import tqdm
 
 import data
@@ -42,7 +39,7 @@ from data import UNFINISHED, get_tokenizer, write_json
 
 PAUSES = 5, 20, 80, 320  # seconds, longer than those of `datasets`, until a file is opened again
 ROWS = 1000  # of a parquet file in memory; the default, its first group of rows, may have none
-BATCH = 64  # documents that a worker tokenises at once
+BATCH = 16  # documents that a thread tokenises at once
 
 # tests are no documentation; the others are not CPython's own, or are absent from some builds
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
@@ -65,7 +62,7 @@ class PrepareConfig:
     retrieval_fraction: float = 0.0  # not hub: part of the training windows that are exercises
     window: int = 256  # not hub: block_size of the training, for which exercises are packed
     seed: int = 1  # not hub: chooses validation documents, exercises and the order of windows
-    workers: int = 0  # processes that tokenise; 0: one a CPU for the hub, otherwise 1
+    workers: int = 8  # threads that tokenise
     check: str = ""  # a folder to verify, instead of preparing: headers, token counts, ids, sha256
 
     def __post_init__(self):
@@ -74,8 +71,6 @@ class PrepareConfig:
             self.tokenizer = "gpt2" if hub else "bytes"
         if self.out_dir == "auto":
             self.out_dir = "data/fineweb10B" if hub else f"data/{self.source}"
-        if self.workers == 0:
-            self.workers = (os.cpu_count() or 1) if hub else 1
         name = Path(self.out_dir).resolve().name
         if "train_" in name or "val_" in name:  # shards are told apart by these
             raise ValueError(f'out_dir is {self.out_dir}; its name may not have "train_" or "val_"')
@@ -84,13 +79,11 @@ class PrepareConfig:
         if self.retrieval_fraction if hub else self.max_tokens:
             raise ValueError("max_tokens is for the hub, retrieval_fraction for the other sources")
         if not (0 < self.val_fraction < 1 and 0 <= self.retrieval_fraction <= 0.99):
-            raise ValueError(
-                "val_fraction must be inside 0 to 1, retrieval_fraction from 0 to 0.99"
-            )
+            raise ValueError("expected 0 < val_fraction < 1 and 0 <= retrieval_fraction <= 0.99")
         if not 1 < self.window < self.shard_tokens < 2**31 - 1:
-            raise ValueError("these must be in order: 1, window, shard_tokens, 2**31 - 1")
-        if self.max_tokens < 0 or self.val_tokens < 1:
-            raise ValueError("max_tokens must be at least 0, val_tokens at least 1")
+            raise ValueError("expected 1 < window < shard_tokens < 2**31 - 1")
+        if min(self.max_tokens, self.seed) < 0 or min(self.val_tokens, self.workers) < 1:
+            raise ValueError("expected max_tokens, seed >= 0 and val_tokens, workers >= 1")
 
 
 def settings_of(config: PrepareConfig) -> dict:
@@ -102,8 +95,7 @@ def settings_of(config: PrepareConfig) -> dict:
         keys += ["val_fraction", "files", "retrieval_fraction", "window", "seed"]
     paths = [path for path in map(Path, config.files) if path.is_file()]
     files = [f"{path.name}, {path.stat().st_size:,} bytes" for path in paths]
-    values = asdict(config) | {"files": files}
-    return {key: values[key] for key in keys}
+    return {key: files if key == "files" else getattr(config, key) for key in keys}
 
 
 def changes(there: dict, config: PrepareConfig) -> list[str]:
@@ -123,7 +115,7 @@ class Place(NamedTuple):
     offset: int = 0
 
 
-Texts = Iterable[tuple[Place, str]]
+Texts = Iterator[tuple[Place, str]]
 Tokens = Iterable[tuple[Place, np.ndarray]]
 Shards = Iterable[tuple[np.ndarray, Place | None]]  # each with the place after it
 
@@ -174,11 +166,13 @@ def read_texts(file: str, skip: int) -> Iterator[str]:
     import datasets  # slow, and not always needed
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
-    kind, options = "parquet", {"columns": ["text"], "batch_size": ROWS}
-    if lines := file.endswith(".jsonl"):
-        kind, options = "text", {}  # since Arrow's JSON reader gives up at a lone surrogate
+    lines = file.endswith(".jsonl")  # read as text: Arrow's JSON reader fails at a lone surrogate
+    options = {} if lines else {"columns": ["text"], "batch_size": ROWS}
     options |= {"data_files": glob.escape(file), "split": "train", "streaming": True}
-    for record in datasets.load_dataset(kind, **options).skip(skip):
+    records = datasets.load_dataset("text" if lines else "parquet", **options)
+    if records.features == {}:  # Parquet without this column
+        raise ValueError('it has no column "text"')
+    for record in records.skip(skip):
         if lines:  # some editors begin a file with U+FEFF, a mark of its encoding
             record = json.loads(record["text"].removeprefix("\ufeff").strip() or '{"text": null}')
         if not isinstance(record, dict) or not isinstance(record.get("text", 0), str | None):
@@ -210,42 +204,26 @@ def read_documents(files: list[str], start: Place) -> Texts:
             tries += 1
 
 
-def encode_batch(tokenizer: str, documents: list[tuple[Place, str]]) -> Tokens:
+def encode_batch(enc: tiktoken.Encoding, documents: list[tuple[Place, str]]) -> Tokens:
     """uint16 ids of each document from its place's offset on; none of a blank one."""
-    enc, encoded = get_tokenizer(tokenizer), []
+    encoded = []
     for place, text in documents:
         ids = data.encode_document(enc, text)[place.offset :] if text.strip() else []
         encoded.append((place, np.array(ids, dtype=np.uint16)))
     return encoded
 
 
-def start_worker() -> None:
-    """A worker leaves Ctrl-C to the main process, and ends when the main process was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
 def tokenize(documents: Texts, config: PrepareConfig) -> Tokens:
-    """The ids of every document, in the documents' order whatever the number of workers."""
-    documents = iter(documents)
+    """The ids of every document, in the documents' order."""
+    enc, waiting = get_tokenizer(config.tokenizer), deque()
     batches = iter(lambda: list(itertools.islice(documents, BATCH)), [])
-    if config.workers == 1:
+    with ThreadPoolExecutor(config.workers) as pool:  # tiktoken encodes outside of Python's lock
         for batch in batches:
-            yield from encode_batch(config.tokenizer, batch)
-        return
-    spawn, waiting = multiprocessing.get_context("spawn"), deque()
-    with ProcessPoolExecutor(config.workers, spawn, start_worker) as pool:
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(encode_batch, config.tokenizer, batch))
-                if len(waiting) > 2 * config.workers:  # so that memory stays bounded
-                    yield from waiting.popleft().result()
-            while waiting:
+            waiting.append(pool.submit(encode_batch, enc, batch))
+            if len(waiting) > 2 * config.workers:  # so that memory stays bounded
                 yield from waiting.popleft().result()
-        except BrokenExecutor as error:
-            problem = "a worker process died; if memory was short, use fewer --workers"
-            raise ValueError(problem) from error
+        while waiting:
+            yield from waiting.popleft().result()
 
 
 def count_tokens(documents: Tokens, files: int, done: int = 0, most: int = 0) -> Tokens:
@@ -289,20 +267,21 @@ def cut_stream(documents: Tokens, val_tokens: int, shard_tokens: int) -> Shards:
 def prepare_hub(config: PrepareConfig, plan: dict) -> int:
     """Write the shards that the plan lacks. Returns the number of all documents."""
     plan["files"] = files = plan.get("files") or hub_files(config)
-    shards = plan["shards"]
+    shards, folder = plan["shards"], config.out_dir
     start = Place(*list(shards.values())[-1]["next"]) if shards else Place(0, 0)
     done = sum(shard["tokens"] for shard in shards.values())
-    # the size of a whole data set shows only at its end: room for one shard is asked for
-    needed = config.max_tokens - done if config.max_tokens else config.shard_tokens
-    data.check_disk(Path(config.out_dir), needed)
     documents = tokenize(read_documents(files, start), config)
     documents = count_tokens(documents, len(files), done, config.max_tokens)
     pieces = cut_stream(documents, 0 if shards else config.val_tokens, config.shard_tokens)
     try:
         write_shards(config, plan, pieces)
     except (ValueError, OSError) as error:
-        safe = f"; {len(shards)} shards are safe in {config.out_dir}: start again"
-        raise ValueError(f"{error}{safe if shards else ''}") from error
+        safe = f"; {len(shards)} shards are safe in {folder}: start again" if shards else ""
+        raise ValueError(f"{error}{safe}") from error
+    if len(shards) < 2:
+        done = sum(shard["tokens"] for shard in shards.values())
+        size = f"{config.dataset} has {done:,} tokens in its split {config.split}"
+        raise ValueError(f"{size}, none for training: delete {folder} and lower --val_tokens")
     return sum(shard["documents"] for shard in shards.values())
 
 
@@ -350,7 +329,6 @@ def training_shards(corpus: np.ndarray, config: PrepareConfig) -> list[np.ndarra
 
 def prepare_in_memory(config: PrepareConfig, plan: dict) -> int:
     """Read, split, pack and write one data set. Returns the number of its documents."""
-    folder = Path(config.out_dir)
     if missing := [name for name in config.files if not Path(name).is_file()]:
         raise ValueError(f"there is no file {missing[0]}")
     texts = read_documents([str(Path(name).resolve()) for name in config.files], Place(0, 0))
@@ -360,11 +338,10 @@ def prepare_in_memory(config: PrepareConfig, plan: dict) -> int:
     encoded = count_tokens(tokenize(texts, config), len(config.files) or 1)
     documents = [ids for _, ids in encoded if len(ids)]
     train, val = split(documents, config)
-    pieces = [val, *training_shards(train, config)]
-    data.check_disk(folder, sum(map(len, pieces)))
-    write_shards(config, plan, ((piece, None) for piece in pieces))
+    shards = [val, *training_shards(train, config)]
+    write_shards(config, plan, ((shard, None) for shard in shards))
     if config.source == "pydocs":
-        with data.replacing(folder / "pydocs.txt") as file:
+        with data.replacing(Path(config.out_dir, "pydocs.txt")) as file:
             file.write("\n\n".join(pydocs).encode("utf-8", "replace"))
     return len(documents)
 
@@ -372,27 +349,31 @@ def prepare_in_memory(config: PrepareConfig, plan: dict) -> int:
 # ---- the data folder: its shards, and a plan that notes them
 
 
-def read_plan(config: PrepareConfig) -> dict:
-    """Settings, files and shards of an earlier run. Raises if out_dir holds other data."""
+def read_plan(config: PrepareConfig) -> dict | None:
+    """The settings, and the hub's files and whole shards of an earlier run. None if nothing is
+    missing. ValueError if out_dir holds other data."""
     folder = Path(config.out_dir)
-    unfinished = folder / UNFINISHED
-    notes = data.read_notes(unfinished) if unfinished.exists() else data.read_meta(folder) or {}
-    if not notes.get("shards"):  # nothing would be lost
-        return {"settings": settings_of(config), "shards": {}}
-    if changed := changes(notes.get("settings", {}), config):
+    unfinished = (folder / UNFINISHED).exists()
+    notes = data.read_notes(folder / UNFINISHED) if unfinished else data.read_meta(folder) or {}
+    there = notes.get("shards", {})
+    if there and (changed := changes(notes.get("settings", {}), config)):
         advice = "choose another --out_dir or delete it"
         raise ValueError(f"{folder} was prepared with {', '.join(changed)}: {advice}")
-    return {key: notes[key] for key in ("settings", "shards", "files") if key in notes}
-
-
-def whole_shards(folder: Path, shards: dict) -> dict:
-    """The shards before the first that is damaged or missing."""
+    strangers = sorted({path.name for path in data.shard_files(folder)} - set(there))
+    if strangers and not unfinished:  # train.py would read them too
+        advice = "remove it or change --out_dir"
+        raise ValueError(f"{folder} holds {strangers[0]}, which is not of this run: {advice}")
     whole = {}
-    with suppress(ValueError, OSError):
-        for name in shards:
+    with suppress(ValueError, OSError):  # ends at the first shard that is damaged or missing
+        for name in there:
             data.read_shard(folder / name)
-            whole[name] = shards[name]
-    return whole
+            whole[name] = there[name]
+    if there and whole == there and not unfinished:
+        return None
+    plan = {"settings": settings_of(config), "shards": {}}
+    if there and "files" in notes:  # the hub's; the other sources are prepared as a whole
+        plan |= {"shards": whole, "files": notes["files"]}
+    return plan
 
 
 def write_shards(config: PrepareConfig, plan: dict, shards: Shards) -> None:
@@ -401,7 +382,8 @@ def write_shards(config: PrepareConfig, plan: dict, shards: Shards) -> None:
     for tokens, after in shards:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / UNFINISHED, plan)
-        name = data.shard_name(folder, len(plan["shards"]))
+        i = len(plan["shards"])
+        name = f"{folder.resolve().name}_{'train' if i else 'val'}_{i:06d}.bin"
         notes = {"tokens": len(tokens), "documents": int((tokens == eot).sum())}
         notes |= {"sha256": data.write_shard(folder / name, tokens), "next": after}
         plan["shards"][name] = notes
@@ -410,22 +392,13 @@ def write_shards(config: PrepareConfig, plan: dict, shards: Shards) -> None:
 
 def prepare(config: PrepareConfig) -> None:
     """Prepare one data set, unless it is there already."""
-    started, folder, hub = time.perf_counter(), Path(config.out_dir), config.source == "hub"
-    plan = read_plan(config)
-    whole = whole_shards(folder, plan["shards"])
-    if not (folder / UNFINISHED).exists():
-        if whole and whole == plan["shards"]:
-            print(f"{folder} is already prepared with these settings: nothing to do")
-            return
-        data.refuse_strangers(folder, set(plan["shards"]))
+    started, folder = time.perf_counter(), Path(config.out_dir)
+    if (plan := read_plan(config)) is None:
+        print(f"{folder} is already prepared with these settings: nothing to do")
+        return
     enc = get_tokenizer(config.tokenizer)  # it may be missing, and that is better said at once
-    configurator.check_folder(folder)
-    plan["shards"] = whole if hub else {}
-    documents = (prepare_hub if hub else prepare_in_memory)(config, plan)
-    val, *train = [shard["tokens"] for shard in plan["shards"].values()] or [0]
-    if not train:
-        size = f"{config.dataset} has {val:,} tokens in its split {config.split}"
-        raise ValueError(f"{size}, none for training: delete {folder} and lower --val_tokens")
+    documents = (prepare_hub if config.source == "hub" else prepare_in_memory)(config, plan)
+    val, *train = (shard["tokens"] for shard in plan["shards"].values())
     meta = {
         "source": config.source,
         "tokenizer": config.tokenizer,
@@ -444,10 +417,7 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def main() -> None:
-    argv = sys.argv[1:]
-    if len(argv) == 2 and argv[0] == "--check":  # --check FOLDER is --check=FOLDER
-        argv = ["=".join(argv)]
-    (config,), _ = configurator.parse([PrepareConfig], argv, __doc__)
+    (config,), _ = configurator.parse([PrepareConfig], sys.argv[1:], __doc__)
     with configurator.user_errors():
         if config.check:
             data.verify(Path(config.check))
