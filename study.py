@@ -197,7 +197,7 @@ def final_loss(cfg: StudyConfig, job: Job) -> float:
 # ---- evaluation
 
 PASSKEY = {"seeds": [1, 2, 3], "depths": 20, "filler": "passkey", "wording": "passkey"}
-PASSKEY |= {"window_attention": 0, "set": []}  # the plain test
+PASSKEY |= {"digits": 5, "window_attention": 0, "set": []}  # the plain test
 LADDER = ((1, 2, 4), (8, 16), (64,))  # training lengths; stops after a step without a key found
 
 
@@ -218,9 +218,9 @@ def evaluate(cfg: StudyConfig, job: Job) -> list[dict]:
         call(cfg, script, run, *(f"--{k}={v}" for k, v in joined.items()), "--resume")
         tasks, answers = options.pop("tasks", [None]), {}
         for r in read_records(run / "eval" / f"{metric}.jsonl"):
-            config = {"digits": 5} | r["config"]
-            size = config.get("context") or r.get("length") or config["length"]
-            asked = ({"digits": 5} | options).items() <= config.items() and r.get("task") in tasks
+            config = r["config"]
+            size = config.get("context") if downstream else r["length"]
+            asked = options.items() <= config.items() and r.get("task") in tasks
             same = r["weights"] == weights or config.get("set")  # else of an earlier checkpoint
             if asked and same and size in sizes:
                 records.append(r)
@@ -317,61 +317,44 @@ def study(cfg: StudyConfig, base: TrainConfig) -> None:
 
 # ---- tables and pictures
 
-OLD_ABLATIONS = {  # rows of the studies at commit 5f307c3
-    "start_global": "two of four heads start anti-local in every layer",
-    "start_wide": "windows of up to 24 tokens instead of 8",
-    "learned_alibi": "starts at ALiBi's slopes, theta_beta fixed at 1",
-    "theta_fixed": "theta not learned",
-    "s_1": "s = 1 at the start (the paper)",
-    "prior_lr_1e-2": "learning rate of theta 1e-2",
-    "prior_lr_1e-1": "learning rate of theta 1e-1",
-}
 LABELS = {}  # in the order of the tables; a window of attention is a row of its own
 for name, variant in VARIANTS.items():
     LABELS |= {name: variant.label, f"{name}_window": f"Local {variant.label}"}
-LABELS |= {"start_uniform": "GGD-BAM, SSMax, uniform start"} | OLD_ABLATIONS
-STUDIES = ("study.jsonl", "study_long.jsonl")  # a panel each
-FRONT = ["nope", "sinusoidal", "rope", "rope_window", "alibi", "ggd", "nope_ssmax", "rope_ssmax"]
-FRONT += ["alibi_ssmax", "ggd_ssmax", "ggd_virtual", "beta_from_0", "start_uniform"]
+FRONT = [name for name in LABELS if name in ENCODINGS and not VARIANTS[name].base]
+FRONT += ["rope_window", "ggd_virtual"]
 TESTS = {  # filler, wording, is a parameter changed? -> heading of a passkey test, in order
     ("passkey", "passkey", False): "",
     ("unseen", "passkey", False): "unseen filler, ",
     ("passkey", "vault", False): "held-out frame, ",
-    ("passkey", "reworded", False): "reworded, ",
-    ("unseen", "reworded", False): "both, ",
     ("passkey", "passkey", True): "far heads uniform, ",
 }
 
 
 def column_of(r: dict) -> tuple | None:
     """(table, place, length, heading) of the column in which a record stands."""
-    config = r.get("config") or {}
-    if r["metric"] == "passkey" and config.get("digits", 5) == 5:
-        texts = (config["filler"], config["wording"], bool(config.get("set")))
-        if (test := TESTS.get(texts)) is not None:
-            n, place = r["length"], list(TESTS).index(texts)
-            heading = f"{test}{n:,} ({n / r['training_length']:g}x)"
-            return "texts" if test else "plain", place, n, heading
-    if r["metric"] == "perplexity" and "context" in config:
-        return "perplexity", 0, config["context"], f"context {config['context']:,}"
+    if r["metric"] == "passkey":
+        config, n = r["config"], r["length"]
+        texts = config["filler"], config["wording"], bool(config["set"])
+        heading = f"{TESTS[texts]}{n:,} ({n / r['training_length']:g}x)"
+        return "texts" if TESTS[texts] else "plain", list(TESTS).index(texts), n, heading
+    if r["metric"] == "perplexity" and (n := r["config"].get("context")):
+        return "perplexity", 0, n, f"context {n:,}"
     if r["metric"] == "ruler" and r["n"]:
         return "ruler", r["task"], r["length"], f"{r['task']}, {r['length']:,}"
     return None
 
 
 def read_study(file: Path) -> list[dict]:
-    """The newest records, each with a variant and a seed. Where no key was found, the longer texts
-    that were not asked count as 0, as the protocol says."""
+    """The newest records. Where no key was found, the longer texts that were not asked count as 0,
+    as the protocol says."""
     if not (records := newest(read_records(file))):
         raise ValueError(f"{file} has no records; run the evaluations first")
     asked = defaultdict(dict)
     for r in records:
-        seed = r.setdefault("seed", (r.get("train_config") or {}).get("seed"))
-        r.setdefault("variant", f"seed {seed}")
-        if (r.get("config") or {}).get("window_attention"):
+        if r.get("config", {}).get("window_attention"):
             r["variant"] += "_window"
         if (column := column_of(r)) and column[0] == "plain":
-            asked[r["variant"], seed][r["length"]] = r
+            asked[r["variant"], r["seed"]][r["length"]] = r
     for run in asked.values():
         n, last = max(run.items())
         lengths = [multiple * last["training_length"] for step in LADDER for multiple in step]
@@ -379,15 +362,13 @@ def read_study(file: Path) -> list[dict]:
     return records
 
 
-def group(records: list[dict], tables: list[str], rows: Iterable[str] = ()) -> dict:
-    """{variant: {column: records}}; if no rows are named, all but the ablations."""
+def group(records: list[dict], tables: list[str], rows: Iterable[str]) -> dict:
+    """{variant: {column: records}} in the order of the labels."""
     cells = defaultdict(lambda: defaultdict(list))
     for r in records:
-        name, column = r["variant"], column_of(r)
-        wanted = name in rows if rows else name not in ABLATIONS | OLD_ABLATIONS
-        if wanted and column and column[0] in tables:
-            cells[name][column].append(r)
-    order = [*LABELS, *cells]
+        if (column := column_of(r)) and r["variant"] in rows and column[0] in tables:
+            cells[r["variant"]][column].append(r)
+    order = list(LABELS)
     return {name: dict(sorted(cells[name].items())) for name in sorted(cells, key=order.index)}
 
 
@@ -415,15 +396,21 @@ def format_cell(records: list[dict], seeds: int) -> str:
     return text + f" ({len(records)} of {seeds})" * (len(records) < seeds)
 
 
-def cell_table(records: list[dict], tables: list[str], rows=(), lengths=()) -> str:
-    """A row a variant, a column a test and length; all rows and lengths if none are named."""
+MAIN = [name for name in LABELS if name.removesuffix("_window") in ENCODINGS]
+
+
+def cell_table(records: list[dict], tables: list[str], rows=MAIN, multiples=()) -> str:
+    """A row a variant, a column a test and length; all lengths if no multiples are named."""
     cells = group(records, tables, rows)
-    columns = sorted({c for row in cells.values() for c in row if not lengths or c[2] in lengths})
+    columns = sorted({column for row in cells.values() for column in row})
+    if multiples:
+        trained = next(r["training_length"] for r in records if "training_length" in r)
+        columns = [c for c in columns if c[2] in [m * trained for m in multiples]]
     table = [["encoding", *(heading for *_, heading in columns)]]
     for name, row in cells.items():
         seeds = len({r["seed"] for r in records if r["variant"] == name})
         texts = [format_cell(row[c], seeds) if c in row else "" for c in columns]
-        table.append([LABELS.get(name, name), *texts])
+        table.append([LABELS[name], *texts])
     return markdown(table)
 
 
@@ -454,12 +441,10 @@ def streaming_table(records: list[dict]) -> str:
 
 
 TABLES = {
-    "front": lambda records: cell_table(records, ["plain"], FRONT, (256, 512, 4096, 16_384)),
+    "front": lambda records: cell_table(records, ["plain"], FRONT, (1, 4, 16, 64, 1000)),
     "passkey": lambda records: cell_table(records, ["plain"]),
     "texts": lambda records: cell_table(records, ["texts"]),
-    "ablations": lambda records: cell_table(
-        records, ["plain", "texts"], ["ggd_ssmax", *ABLATIONS, *OLD_ABLATIONS]
-    ),
+    "ablations": lambda records: cell_table(records, ["plain"], ["ggd_ssmax", *ABLATIONS]),
     "perplexity": lambda records: cell_table(records, ["perplexity"]),
     "ruler": lambda records: cell_table(records, ["ruler"]),
     "rates": rate_table,
@@ -467,37 +452,31 @@ TABLES = {
 }
 
 
-def draw(studies: list[list[dict]], table: str, ylabel: str, yscale: str) -> Figure:
-    """Means over the seeds by length, and a dot a seed; a panel a study."""
-    figure = Figure(figsize=(6 * len(studies), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(studies), squeeze=False, sharey=True)[0]
-    for axis, study in zip(panels, studies, strict=True):
-        cells = {name: row for name, row in group(study, [table]).items() if "_window" not in name}
-        for i, (name, row) in enumerate(cells.items()):
-            pe, _, more = name.partition("_")
-            place = ["nope", "sinusoidal", "rope", "alibi", "ggd", "start"].index(pe)
-            line = "os^Dv*"[place] + {"": "--", "virtual": ":"}.get(more, "-")
-            style = {"color": f"C{place}", "fillstyle": "full" if more else "none"}
-            x = [n * 1.03 ** (i - len(cells) / 2) for _, _, n, _ in row]  # no dot covers another
-            y = [values_of(records) for records in row.values()]
-            axis.plot(x, [np.mean(values) for values in y], line, label=LABELS[name], **style)
-            dots = np.repeat(x, [len(values) for values in y]), np.concatenate(y)
-            axis.plot(*dots, ".", color=f"C{place}", markersize=4, alpha=0.6)
-        r = next(r for r in study if r["metric"] == "training")
-        read = r["step"] * r["train_config"]["tokens_per_step"] / 1e6
-        title = f"{read:.1f}M bytes of training\nmean, and a dot a training seed"
-        trained = r["model_config"]["block_size"]
-        axis.axvline(trained, color="grey", linewidth=1)
-        axis.set(xscale="log", yscale=yscale, title=title, ylabel=ylabel)
-        axis.set(xlabel=f"bytes (grey: the training length, {trained})")
-        ticks = sorted({n for row in cells.values() for _, _, n, _ in row})
-        axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=8)
-        axis.xaxis.minorticks_off()
-        if yscale == "log":
-            axis.yaxis.set_major_formatter(LogFormatter())
-            axis.yaxis.set_minor_formatter(LogFormatter())
-    lines = panels[0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside right center", fontsize=8, handlelength=4)
+def draw(records: list[dict], table: str, ylabel: str, yscale: str) -> Figure:
+    """Means over the seeds by length, and a dot a seed."""
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axis, cells = figure.subplots(), group(records, [table], ENCODINGS)
+    for i, (name, row) in enumerate(cells.items()):
+        pe, _, more = name.partition("_")
+        place = ["nope", "sinusoidal", "rope", "alibi", "ggd"].index(pe)
+        line = "os^Dv"[place] + {"": "--", "virtual": ":"}.get(more, "-")
+        style = {"color": f"C{place}", "fillstyle": "full" if more else "none"}
+        x = [n * 1.03 ** (i - len(cells) / 2) for _, _, n, _ in row]  # no dot covers another
+        y = [values_of(records) for records in row.values()]
+        axis.plot(x, [np.mean(values) for values in y], line, label=LABELS[name], **style)
+        dots = np.repeat(x, [len(values) for values in y]), np.concatenate(y)
+        axis.plot(*dots, ".", color=f"C{place}", markersize=4, alpha=0.6)
+    trained = next(r["model_config"]["block_size"] for r in records if r["metric"] == "training")
+    axis.axvline(trained, color="grey", linewidth=1)
+    axis.set(xscale="log", yscale=yscale, ylabel=ylabel, title="mean, and a dot a training seed")
+    axis.set(xlabel=f"bytes (grey: the training length, {trained})")
+    ticks = sorted({n for row in cells.values() for _, _, n, _ in row})
+    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=8)
+    axis.xaxis.minorticks_off()
+    if yscale == "log":
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter())
+    figure.legend(loc="outside right center", fontsize=8, handlelength=4)
     return figure
 
 
@@ -523,10 +502,10 @@ def write_tables(root: Path = ROOT) -> None:
     results = root / "results"
     pages = [root / "README.md", results / "README.md"]
     texts = [fill(page.read_text(encoding="utf-8"), results) for page in pages]
-    studies = [read_study(results / name) for name in STUDIES if (results / name).exists()]
+    records = read_study(results / "study.jsonl")
     for file, picture in {
-        "study_passkey.png": draw(studies, "plain", "passkeys found (%)", "linear"),
-        "study_perplexity.png": draw(studies, "perplexity", "perplexity per byte", "log"),
+        "study_passkey.png": draw(records, "plain", "passkeys found (%)", "linear"),
+        "study_perplexity.png": draw(records, "perplexity", "perplexity per byte", "log"),
     }.items():
         with replacing(results / file) as f:
             picture.savefig(f, format="png", dpi=150)
