@@ -20,7 +20,7 @@ from model import GGDPrior, ModelConfig
 from needles import make_prompts
 from plot_priors import acting_prior, classify
 from runs import PRETRAINED, EvalConfig, load_run
-from streaming import KVCache, generate, prefill
+from streaming import KVCache, generate
 
 OUT = Path("out/tour")
 OUT.mkdir(parents=True, exist_ok=True)
@@ -37,10 +37,10 @@ def show(figure: Figure, name: str) -> None:
     PAGE.append(f'<img src="{name}.png" alt="{name}">')
 
 
-def answer(run, prompt) -> tuple[str, str]:
+def answer(run, prompt, cache=None) -> tuple[str, str]:
     """The key that was hidden, and what the model says when it is asked."""
     tokens, n = torch.tensor([prompt.tokens]), prompt.answer
-    said = generate(run.model, tokens[:, :-n], n)
+    said = generate(run.model, tokens[:, :-n], n, cache=cache)
     return run.enc.decode(prompt.tokens[-n:]), run.enc.decode(said[0].tolist())
 
 
@@ -138,12 +138,8 @@ for value in (0.0, 0.1, 0.3):
 began, length = time.perf_counter(), 256_000
 prompt = make_prompts(run.enc, length, depths=5)[2]
 cache = KVCache(run.model, 1, length)
-tokens = torch.tensor([prompt.tokens])
-prefill(run.model, tokens[:, : -prompt.answer - 1], cache)
-last = tokens[:, -prompt.answer - 1 : -prompt.answer]
-said = run.enc.decode(generate(run.model, last, prompt.answer, cache=cache)[0].tolist())
-skipped, hidden = cache.skipped().mean().item(), run.enc.decode(prompt.tokens[-prompt.answer :])
-seconds = time.perf_counter() - began
+hidden, said = answer(run, prompt, cache)
+skipped, seconds = cache.skipped().mean().item(), time.perf_counter() - began
 tell(f"7. {length:,} bytes: the key is{hidden}, the model says{said}, after {seconds:.0f} seconds.")
 tell(f"{skipped:.0%} of the blocks of keys were skipped: the prior proves them too small to count.")
 
