@@ -18,7 +18,8 @@ ANSWERS = {  # the numbers of your sheet: "1a": 0.25, ...
 def reference_posterior(scores, prior, row_scale, mask):
     """scores (B, H, R, S): content scores in nats; prior (H, R, S) or None: log-prior, which
     row_scale (B or 1, 1, R, 1) multiplies; mask (B or 1, 1, R, S): 0 or -inf. Returns a
-    model.Posterior. Its parts must be finite however much content and prior disagree."""
+    model.Posterior: prior, content and posterior (B, H, R, S) as probabilities, and log_z
+    (B, H, R), finite however much content and prior disagree."""
     raise NotImplementedError
 
 
@@ -42,8 +43,9 @@ class AlibiPrior(model.AlibiPrior):
 class GGDPrior(model.GGDPrior):
     def forward(self, n):
         """(H, n) float64: log-prior at the distances 0 ... n - 1, from self.theta_alpha,
-        self.theta_beta, self.theta_mu, each (H,). The power's base is |d - mu| + EPSILON. Where e^x
-        would pass e^MAX_EXPONENT its tangent there is taken. Both constants are model.py's."""
+        self.theta_beta, self.theta_mu, each (H,). mu = e^t - e^-t, with t = theta_mu clamped to
+        +-MAX_EXPONENT. The power's base is |d - mu| + EPSILON. Where e^x would pass e^MAX_EXPONENT
+        its tangent there is taken. Values and gradients stay finite at any theta."""
         raise NotImplementedError
 
 

@@ -152,7 +152,7 @@ def test_stubs_get_no_point_and_break_nothing_else(tmp_path, monkeypatch, capsys
     grade.main()
     file = tmp_path / "mine.py"
     file.write_text(capsys.readouterr().out, encoding="utf-8")
-    assert grade.grade_exercise(str(file), 2, grade.defined(file))["score"] == 0
+    assert grade.grade_exercise(str(file), 2, grade.defined(file), [])["score"] == 0
     assert run_pytest(f"--mine={file}", "tests/test_model.py", "-k", "alibi").returncode == 0
 
 
