@@ -238,6 +238,7 @@ def save_run(folder, model):
 
 def call(monkeypatch, *arguments):
     monkeypatch.setattr("sys.argv", ["plot_priors.py", *map(str, arguments)])
+    monkeypatch.setattr(P, "DEPTHS", 2)
     P.main()
 
 
@@ -255,7 +256,7 @@ def test_a_model_with_a_prior(run, monkeypatch, capsys):
     prompts = {"prompt_curves", "prompt_maps", "prompt_log_z", "needle_mass"}
     assert pictures(run / "eval") == shapes | prompts
     (record,) = runs.read_records(run / "eval/priors.jsonl")
-    assert record["n"] == 5 and record["config"]["heads"] == ["1.3", "0.0"]
+    assert record["n"] == 2 and record["config"]["heads"] == ["1.3", "0.0"]
     assert len(record["heads"]) == 8
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     for row in record["heads"]:
