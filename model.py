@@ -232,7 +232,7 @@ class Layout(NamedTuple):
     """What every layer needs to know about the rows."""
 
     n: Tensor  # (B or 1, T) int64: the number of keys that the query can see, itself included
-    log_n: Tensor  # (B or 1, 1, T, 1) float32: its logarithm
+    log_n: Tensor  # (B or 1, 1, T, 1) float32: ln n, plus u in training with a virtual length
     rotation: tuple[Tensor, Tensor] | None  # RoPE's cos and sin, (B or 1, 1, T, D/2)
     attention: str = "reference"  # which of ATTENTIONS computes it
     blocks: BlockMask | None = None  # for "fused": which keys a query sees
