@@ -273,7 +273,7 @@ def training_record(cfg: StudyConfig, job: Job, chosen: bool) -> dict:
 
 
 def study(cfg: StudyConfig, base: TrainConfig) -> None:
-    """All rows, seed by seed; first those that search their own rate."""
+    """All rows: first those that search their rate, then the others, seed by seed."""
     file = Path(cfg.records)
     trained = [r for r in read_records(file) if r["metric"] == "training"]
     rate = {r["variant"]: r["rate"] for r in trained if r["chosen"]}
@@ -304,12 +304,12 @@ def study(cfg: StudyConfig, base: TrainConfig) -> None:
         call(cfg, "prepare_fineweb.py", *shlex.split(base.prepare), f"--out_dir={base.data}")
     pool = ThreadPoolExecutor(cfg.workers)
     try:
-        for place, seed in enumerate(cfg.seeds):
-            names = [name for name in cfg.variants if place < VARIANTS[name].seeds]
-            for searched in (True, False):
-                todo = [name for name in names if searched != bool(VARIANTS[name].base)]
-                for done_row in as_completed([pool.submit(row, name, seed) for name in todo]):
-                    done_row.result()  # raises what ended it
+        own = {name: cfg.seeds[: variant.seeds] for name, variant in VARIANTS.items()}
+        rows = [(name, s) for s in cfg.seeds for name in cfg.variants if s in own[name]]
+        searched = [(name, s) for name, s in rows if s == cfg.seeds[0] and not VARIANTS[name].base]
+        for todo in (searched, [r for r in rows if r not in searched]):
+            for done_row in as_completed([pool.submit(row, *r) for r in todo]):
+                done_row.result()  # raises what ended it
     finally:  # after a mistake or Ctrl-C begin nothing new, and wait for what saves its work
         pool.shutdown(cancel_futures=True)
     print(f"\nrecords in {cfg.records}")
