@@ -3,7 +3,7 @@
 python eval_passkey.py                                       # the pretrained model
 python eval_passkey.py out/ggd_bam_cpu                       # 1x to 16x the training length
 python eval_passkey.py out/a out/b --lengths=256,4096,16384  # one curve each
-python eval_passkey.py out/a --lengths=262144,1048576        # hours; after Ctrl-C, --resume
+python eval_passkey.py out/a --lengths=262144,1048576        # long; after Ctrl-C, --resume
 
 An answer is right only if each of its tokens is the most likely one, given the true ones before it:
 the same as greedy decoding of the whole answer. Prints a table, saves curves and depth x length

@@ -361,8 +361,8 @@ class CausalSelfAttention(nn.Module):
         self.scales_prior = takes_ssmax and cfg.ssmax and cfg.ssmax_scales == "posterior"
 
     def ssmax(self, log_n: Tensor) -> tuple[Tensor | float, Tensor]:
-        """The factors in rows of ln n (B or 1, 1, T, 1): of the content s ln n, (.., H, T, 1), and
-        of `log_prior`, which holds s already, ln n. 1 where SSMax does not act."""
+        """What multiplies each row, from ln n (B or 1, 1, T, 1): the content by s ln n, (.., H, T,
+        1), and what `log_prior` returns by ln n, since s is in it. 1 where SSMax does not act."""
         content = log_n * self.s[:, None, None] if self.cfg.ssmax else 1.0
         return content, log_n if self.scales_prior else torch.ones_like(log_n)
 

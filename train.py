@@ -222,7 +222,6 @@ def resume(out: Path, saved: dict, model: GPT, optimizer, scaler, about: dict) -
         fail(f"{out} cannot be resumed: it is a copy without the optimizer's state")
     model.load_state_dict(saved["model"])
     scaler.load_state_dict(saved["scaler"])
-    torch.set_rng_state(saved["rng"])
     for old, new in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
         old |= {k: v for k, v in new.items() if k != "params"}  # this call's rates, decay and betas
     optimizer.load_state_dict(saved["optimizer"])
@@ -328,8 +327,7 @@ def main() -> None:
         if rank == 0:
             state = {"step": step, "best": best, "seconds": seconds, "skipped": skipped}
             state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-            state |= {"rng": torch.get_rng_state()} | about
-            save_checkpoint(out / name, model.checkpoint() | state)
+            save_checkpoint(out / name, model.checkpoint() | state | about)
 
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)

@@ -18,6 +18,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,7 @@ def check(path: str, number: int) -> list[tuple[str, str]]:
     """The checks of an exercise in a process of their own: (name, "" or what is wrong). Number 0 is
     all numbers of the sheet, whose truth no function of the student may touch."""
     chosen = f"ex{number}_ and not test_number" if number else "test_number"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "overlay", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-um", "pytest", "-v", "-p", "overlay", "-p", "no:cacheprovider"]
     command += [str(COURSE / "checks.py"), "-k", chosen, f"--exercise={number}"]
     paths = os.pathsep.join(map(str, (overlay.ROOT, COURSE)))
     with tempfile.TemporaryDirectory() as folder:
@@ -79,11 +80,12 @@ def check(path: str, number: int) -> list[tuple[str, str]]:
         try:
             env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            return [("all", f"took longer than {LIMIT} seconds")]
+        except subprocess.TimeoutExpired as stopped:
+            begun = re.findall(r"::(test_\S+)", (stopped.stdout or b"").decode())
+            return [("all", f"{(begun or ['it'])[-1]} did not end in {LIMIT} seconds")]
         if not report.exists():  # the file itself could not be run
             lines = (done.stderr or done.stdout).strip().splitlines() or ["the process died"]
-            return [("all", lines[-1].removeprefix("INTERNALERROR> "))]
+            return [("all", lines[-1].removeprefix("ERROR: "))]
         results = []
         for case in xml.parse(report).iter("testcase"):
             parts = [part for part in case if part.tag in ("failure", "error")]

@@ -89,5 +89,13 @@ def pytest_configure(config):
     if path := config.getoption("mine"):
         only = config.getoption("exercise")  # 0: nothing is replaced
         every = {n: names for n, names in EXERCISES.items() if n != 4}  # 3 and 4: the same place
-        stubs = empty_stubs(path) if only is None else set()
-        lay_over(load(path), every if only is None else [only], stubs)
+        try:
+            stubs = empty_stubs(path) if only is None else set()
+            mine = load(path)
+        except Exception as error:  # whatever the file raises
+            import pytest
+
+            raise pytest.UsageError(
+                f"{path} does not run: {type(error).__name__}: {error}"
+            ) from None
+        lay_over(mine, every if only is None else [only], stubs)

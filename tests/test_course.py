@@ -152,6 +152,24 @@ def test_a_wrong_body_is_told_why(monkeypatch):
         checks.test_ex1_stays_finite_where_content_and_prior_fight(200.0)
 
 
+@pytest.mark.parametrize("body", ["x = (", "x = nothing"])
+def test_a_file_that_does_not_run_is_told_in_one_sentence(tmp_path, body):
+    file = tmp_path / "mine.py"
+    file.write_text(body)
+    ((name, wrong),) = grade.check(str(file), 0)
+    kind = {"(": "SyntaxError", "g": "NameError"}[body[-1]]
+    assert wrong.startswith(f"{file} does not run: {kind}: ")
+
+
+def test_the_check_that_never_ends_is_named(monkeypatch):
+    def run(command, timeout, **_):
+        output = b"checks.py::test_ex1_a PASSED [ 9%]\nchecks.py::test_ex1_b[3] "
+        raise subprocess.TimeoutExpired(command, timeout, output)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert grade.check("mine.py", 1) == [("all", "test_ex1_b[3] did not end in 60 seconds")]
+
+
 def test_stubs_get_no_point(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grade.py", "stubs"])
     grade.main()
