@@ -137,7 +137,7 @@ def same(a, b):
 
 def state(out):
     saved = load_checkpoint(out)
-    return {key: saved[key] for key in ("model", "optimizer", "step", "best", "rng")}
+    return {key: saved[key] for key in ("model", "optimizer", "step", "best")}
 
 
 # ---- stop and resume
