@@ -414,6 +414,35 @@ def cell_table(records: list[dict], tables: list[str], rows=MAIN, multiples=()) 
     return markdown(table)
 
 
+PAIRS = (  # what the protocol compares: does the first find more keys than the second?
+    ("ggd_ssmax", "alibi_ssmax"),
+    ("ggd_ssmax", "beta_from_0"),
+    ("ggd_ssmax", "ggd"),
+    ("ggd_virtual", "ggd_ssmax"),
+    ("ggd_virtual", "alibi_virtual"),
+    ("ggd_ssmax", "content"),
+)
+
+
+def pair_table(records: list[dict]) -> str:
+    """In how many training seeds the first of a pair finds more keys, as many, and fewer."""
+    found = defaultdict(dict)
+    for r in records:
+        if (column := column_of(r)) and column[0] == "plain":
+            found[r["variant"], r["length"], column[-1]][r["seed"]] = r["correct"]
+    columns = sorted({(n, heading) for _, n, heading in found})
+    table = [["first : second", *(heading for _, heading in columns)]]
+    for a, b in PAIRS:
+        row = [f"{LABELS[a]} : {LABELS[b].removeprefix(f'{LABELS[a]}, ')}"]
+        for column in columns:
+            one, other = found[a, *column], found[b, *column]
+            signs = [np.sign(one[s] - other[s]) for s in one.keys() & other.keys()]
+            row.append("-".join(str(signs.count(x)) for x in (1, 0, -1)) if signs else "")
+        if any(row[1:]):
+            table.append(row)
+    return markdown(table)
+
+
 def rate_table(records: list[dict]) -> str:
     """The loss at every rate with the first seed, and with all seeds at the chosen rate."""
     trainings = [r for r in records if r["metric"] == "training"]
@@ -447,6 +476,7 @@ TABLES = {
     "ablations": lambda records: cell_table(records, ["plain"], ["ggd_ssmax", *ABLATIONS]),
     "perplexity": lambda records: cell_table(records, ["perplexity"]),
     "ruler": lambda records: cell_table(records, ["ruler"]),
+    "pairs": pair_table,
     "rates": rate_table,
     "streaming": streaming_table,
 }

@@ -431,6 +431,12 @@ def test_other_tables_of_the_study(table):
     ]
 
 
+def test_a_pair_is_compared_in_the_seeds_that_both_have(table):
+    keys = {"ggd_ssmax": (20, 17, 5), "alibi_ssmax": (1, 17, 6, 2)}
+    records = [passkey(k, i, 4096, n) for k, ns in keys.items() for i, n in enumerate(ns)]
+    assert table("pairs", records)[2:] == ["| GGD-BAM, SSMax : ALiBi, SSMax | 1-1-1 |"]
+
+
 def test_streaming_table_leaves_out_what_was_not_measured(table):
     records = [
         {"way": "exact", "length": 2048, "seconds": 1.234, "bytes": 5e6},
