@@ -150,18 +150,20 @@ def run_script(path: str, script: str, arguments: list[str]) -> None:
 
 
 PLAIN = {"filler": "passkey", "wording": "passkey"}
-TRACKS = {  # heading -> training lengths, key seeds, texts
-    "A: 16x": (16, "1,2,3", PLAIN),
-    "A: 64x": (64, "1,2,3", PLAIN),
-    "B: 256x": (256, "1", PLAIN),
-    "B: 500x": (500, "1", PLAIN),
-    "unseen filler, 16x": (16, "1,2,3", PLAIN | {"filler": "unseen"}),
-    "held-out frame, 16x": (16, "1,2,3", PLAIN | {"wording": "vault"}),
+TRACKS = {  # heading -> training lengths, key seeds, depths, texts
+    "A: 16x": (16, "1,2,3", 20, PLAIN),
+    "A: 64x": (64, "1,2,3", 20, PLAIN),
+    "B: 256x": (256, "1", 5, PLAIN),
+    "B: 500x": (500, "1", 5, PLAIN),
+    "unseen filler, 16x": (16, "1,2,3", 20, PLAIN | {"filler": "unseen"}),
+    "held-out frame, 16x": (16, "1,2,3", 20, PLAIN | {"wording": "vault"}),
 }
 
 
 def compete(path: str, cfg: GradeConfig) -> dict[str, list[dict]]:
-    """Train an entry with each seed and ask it, but for what is there: {test: a record a seed}."""
+    """Train an entry with each seed and ask it, but for what is there: {test: a record a seed}.
+    Where it finds no key at 64x, track B counts as 0 unasked: heads that look far cost hours there.
+    """
     records: dict[str, list[dict]] = {track: [] for track in TRACKS}
 
     def call(script: str, *words: str) -> None:
@@ -177,8 +179,12 @@ def compete(path: str, cfg: GradeConfig) -> dict[str, list[dict]]:
         if not log or log[-1]["step"] < 3200:
             resume = ["--resume"] * (folder / "last.pt").exists()
             call("train.py", str(COURSE.parent / "config/ggd_bam_cpu.py"), *options, *resume)
-        for track, (multiple, seeds, texts) in TRACKS.items():
-            words = [f"--{key}={value}" for key, value in texts.items()] + [f"--seeds={seeds}"]
+        for track, (multiple, seeds, depths, texts) in TRACKS.items():
+            if track[0] == "B" and not records["A: 64x"][-1]["correct"]:
+                records[track].append({"correct": 0, "n": depths})
+                continue
+            words = [f"--{key}={value}" for key, value in texts.items()]
+            words += [f"--seeds={seeds}", f"--depths={depths}"]
             call("eval_passkey.py", str(folder), f"--lengths={256 * multiple}", "--resume", *words)
             for r in read_records(folder / "eval" / "passkey.jsonl"):
                 if r["length"] == 256 * multiple and texts.items() <= r["config"].items():

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import checks
 import grade
@@ -231,6 +232,26 @@ def test_the_board_ranks_by_the_lower_ends(monkeypatch, capsys):
     grade.board(["a", "b"], grade.GradeConfig())
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
     assert lines == ["Track", "entry", "b", "a"] * 2
+
+
+def test_without_a_key_at_64x_the_board_does_not_ask_further(tmp_path, monkeypatch):
+    asked = []
+
+    def script(command):
+        if "eval_passkey.py" not in command:
+            return SimpleNamespace(returncode=0)
+        words = dict(word[2:].split("=") for word in command if "=" in word)
+        config = {key: words[key] for key in ("filler", "wording")}
+        length, n = int(words["lengths"]), 3 * int(words["depths"])
+        record = {"length": length, "n": n, "correct": n * (length == 4096), "config": config}
+        runs.append_record(Path(command[5]) / "eval" / "passkey.jsonl", record)
+        asked.append(length)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(grade.subprocess, "run", script)
+    row = grade.compete("mine.py", grade.GradeConfig(seeds=(1,), out_dir=str(tmp_path)))
+    assert asked == [4096, 16384, 4096, 4096]
+    assert row["B: 500x"] == [{"correct": 0, "n": 5}]
 
 
 @pytest.mark.parametrize("entry", sorted((COURSE / "entries").glob("*.py")), ids=lambda p: p.stem)
