@@ -77,6 +77,8 @@ class LayerCache:
         prior = attn.log_prior(length)
         if prior is None:
             prior = torch.zeros(1, length, device=device)
+        # d^-10 soon is a denormal number, with which a CPU computes several times as slowly
+        prior = prior.masked_fill(prior.abs() < torch.finfo(torch.float32).tiny, 0.0)
         # from the farthest distance to 0, then the future
         self.reversed_prior = F.pad(prior.flip(-1), (0, BLOCK), value=-torch.inf).expand(H, -1)
         # the block of keys b + 1 before a block of queries has distances of the blocks b and b + 1

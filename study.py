@@ -247,9 +247,9 @@ def evaluate(cfg: StudyConfig, job: Job) -> list[dict]:
         climb(window_attention=trained)
     retrieves = shares.get(16, 0) >= 0.5
     if shares.get(64, 0) >= 0.5:
-        passkey((256, 500, 1000), seeds=[1])
-        if first:
-            passkey((4096,), seeds=[1], depths=5)
+        front = first and job.variant in ENCODINGS  # far heads in lower layers make it hours
+        passkey((256, 500, 1000) if front else (256,), seeds=[1])
+        passkey((4096,) if front else (500,), seeds=[1], depths=5)
     betas = enumerate(model.prior_values().get("theta_beta", []))
     far = [f"{i}.{h}.theta_beta=0" for i, heads in betas for h, b in enumerate(heads) if b < 0]
     if retrieves and far:  # the anti-local heads made uniform

@@ -237,6 +237,14 @@ def test_exact_and_skipping_scores_agree(pe, ssmax):
         assert caches[0].skipped().max() == 0
 
 
+def test_no_prior_is_a_denormal_number():
+    """A CPU computes several times as slowly with them. Not a number stays what it is."""
+    attn = make_model("ggd", True, theta_beta=(-15.0, 1.0, 2.0, math.nan)).blocks[0].attn
+    assert (attn.prior(4000)[0, -1].float().abs() < torch.finfo(torch.float32).tiny).item()
+    prior = S.LayerCache(attn, 1, 4000, torch.float32).reversed_prior[..., :4000]
+    assert prior[0, 0] == 0 and prior[0, -16] < 0 and prior[3].isnan().all()
+
+
 def test_a_window_limits_the_work():
     model, idx = make_model("rope", True), tokens(400)
     model.window = 20

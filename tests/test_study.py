@@ -22,7 +22,7 @@ EVALUATIONS = {"passkey": PasskeyConfig, "ruler": RulerConfig, "downstream": Dow
 PLAIN = {"--seeds=1,2,3", "--depths=20", "--filler=passkey", "--wording=passkey"}
 PLAIN |= {"--digits=5", "--window_attention=0", "--set="}
 # the longest text, in training lengths, in which a key is found; elsewhere 8
-FOUND = {"nope": 2, "ggd_ssmax": 64}
+FOUND = {"nope": 2, "ggd_ssmax": 64, "content": 64}
 
 
 @pytest.fixture
@@ -147,6 +147,14 @@ def test_longer_texts_are_asked_only_where_keys_are_found(tmp_path, scripts):
     assert asked(scripts, "nope", "--wording=vault") == [1, 4]
     far = "--set=0.1.theta_beta=0,0.2.theta_beta=0,1.1.theta_beta=0,1.2.theta_beta=0"
     assert asked(scripts, "ggd_ssmax", far) == [16, 64]
+
+
+def test_the_longest_texts_are_for_the_first_seed_of_an_encoding(tmp_path, scripts):
+    cfg = config(tmp_path, variants=("ggd_ssmax", "content"), seeds=(2, 3))
+    S.study(cfg, TrainConfig(max_steps=5))
+    assert asked(scripts, "content")[-2:] == [256, 500]
+    scripts[:] = [c for c in scripts if c[1].endswith("ggd_ssmax_x1_s3")]
+    assert asked(scripts, "ggd_ssmax") == [1, 2, 4, 8, 16, 64, 256, 500]
 
 
 def test_a_stopped_row_is_continued_and_is_not_misled_by_other_tests(tmp_path, scripts):
