@@ -57,8 +57,13 @@ def replace(old: object, new: object) -> None:
                 names |= {name: new for name, value in names.items() if value is old}
 
 
-def lay_over(mine: ModuleType, exercises=EXERCISES, leave_out=frozenset()) -> None:
-    """Replace what these exercises name by what `mine` defines, but for the names to leave out."""
+def no_answer(*_):
+    raise AssertionError("super() has the repository's answer; write a body of your own")
+
+
+def lay_over(mine: ModuleType, exercises=EXERCISES, leave_out=frozenset(), graded=False) -> None:
+    """Replace what these exercises name by what `mine` defines, but for the names to leave out. For
+    points super() has no answer."""
     for name in MODULES:
         importlib.import_module(name)
     import model
@@ -74,7 +79,11 @@ def lay_over(mine: ModuleType, exercises=EXERCISES, leave_out=frozenset()) -> No
                 replace(model.ENCODINGS, (*model.ENCODINGS, "mine"))
                 model.ModelConfig.__annotations__["pe"] = Literal[model.ENCODINGS]
             else:
-                replace(getattr(sys.modules[module], target), new)
+                old = getattr(sys.modules[module], target)
+                replace(old, new)
+                for method in {"forward", "project"} & vars(new).keys() & vars(old).keys():
+                    if graded:
+                        setattr(old, method, no_answer)
 
 
 # ---- as a plugin of pytest: --mine=mine.py
@@ -98,4 +107,4 @@ def pytest_configure(config):
             raise pytest.UsageError(
                 f"{path} does not run: {type(error).__name__}: {error}"
             ) from None
-        lay_over(mine, every if only is None else [only], stubs)
+        lay_over(mine, every if only is None else [only], stubs, graded=only is not None)

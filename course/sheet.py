@@ -65,6 +65,11 @@ def reach(power: int, nats: float) -> int:
     return int((share >= 0.01).sum())
 
 
+def unit_theta_alpha(beta: float, distance: int) -> float:
+    """The theta_alpha with b = -1 at this distance, mu = 0."""
+    return -beta * math.log(distance)
+
+
 def half_silenced(beta: float, scale: float) -> int:
     """How many distances from 1 on have less than half the weight of a key infinitely far away."""
     return int((scale * ggd(0.0, beta, 100_000)[1:] < -math.log(2)).sum())
@@ -109,6 +114,10 @@ def half_width(beta: float, alpha: float, s: float, n: int) -> float:
             (low, middle) if s * math.log(n) * (middle / alpha) ** beta > 1 else (middle, high)
         )
     return low
+
+
+def bisection_steps(words: int) -> int:
+    return math.ceil(math.log2(words + 1))
 
 
 def needed_right(n: int, bound: float) -> int:
@@ -158,7 +167,7 @@ def questions(name: str) -> list[Question]:
 
     beta, place = draw.choice([0.5, 1.5, 2.0, 3.0, 4.0]), draw.randint(3, 60)
     text = f"Which theta_alpha gives b = -1 at the distance {place}, for theta_beta = {beta}?"
-    ask("3a", text, lambda: -beta * math.log(place))
+    ask("3a", text, unit_theta_alpha, beta, place)
     low, scale = -draw.randint(30, 90) / 100, draw.randint(2, 6)
     text = f"theta_alpha = 0, theta_beta = {low}: how many distances from 1 on weigh less than half"
     ask("3b", f"{text} of a key infinitely far away?", half_silenced, low, 1.0, near=0)
@@ -188,7 +197,7 @@ def questions(name: str) -> list[Question]:
 
     words = draw.randint(10_000, 2_000_000)
     text = f"A cut of a filler of {words:,} words, found by bisection of the words: how many steps"
-    ask("7a", f"{text} at most?", lambda: math.ceil(math.log2(words + 1)), slack=1)
+    ask("7a", f"{text} at most?", bisection_steps, words, slack=1)
 
     n, bound = draw.choice([40, 50, 60, 80, 120]), draw.choice([80, 85, 90])
     text = f"How many of {n} must be right for a lower bound above {bound}%?"

@@ -19,7 +19,7 @@ def reference_posterior(scores, prior, row_scale, mask):
     """scores (B, H, R, S): content scores in nats; prior (H, R, S) or None: log-prior, which
     row_scale (B or 1, 1, R, 1) multiplies; mask (B or 1, 1, R, S): 0 or -inf. Returns a
     model.Posterior: prior, content and posterior (B, H, R, S) as probabilities, and log_z
-    (B, H, R), finite however much content and prior disagree."""
+    (B, H, R), finite however much content and prior disagree. All in the scores' number format."""
     raise NotImplementedError
 
 
@@ -27,7 +27,7 @@ def reference_posterior(scores, prior, row_scale, mask):
 
 
 def alibi_slopes(n_head):
-    """(H,) float32, largest first for a power of two; see the ALiBi paper for other numbers."""
+    """(H,) float32, largest first for a power of two; model.py's docstring has the rule."""
     raise NotImplementedError
 
 
@@ -45,7 +45,7 @@ class GGDPrior(model.GGDPrior):
         """(H, n) float64: log-prior at the distances 0 ... n - 1, from self.theta_alpha,
         self.theta_beta, self.theta_mu, each (H,). mu = e^t - e^-t, with t = theta_mu clamped to
         +-MAX_EXPONENT. The power's base is |d - mu| + EPSILON. Where e^x would pass e^MAX_EXPONENT
-        its tangent there is taken. Values and gradients stay finite at any theta."""
+        its tangent there is taken. Values and gradients stay finite up to |theta| = 10,000."""
         raise NotImplementedError
 
 

@@ -33,18 +33,18 @@ class Power(torch.autograd.Function):
     @staticmethod
     def forward(ctx, theta_alpha, theta_beta, theta_mu, n):
         a, beta, m = (t.double()[:, None] for t in (theta_alpha, theta_beta, theta_mu))
-        m = m.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        inside, m = m.abs() <= MAX_EXPONENT, m.clamp(-MAX_EXPONENT, MAX_EXPONENT)
         offset = -torch.arange(n, dtype=torch.float64) - 2 * torch.sinh(m)
         log = (offset.abs() + EPSILON).log()
         x = a + beta * log
         e = x.clamp(max=MAX_EXPONENT).exp()
-        ctx.save_for_backward(offset, log, e, beta, m)
+        ctx.save_for_backward(offset, log, e, beta, inside * torch.cosh(m))
         return -e * (1 + x - x.clamp(max=MAX_EXPONENT))
 
     @staticmethod
     def backward(ctx, grad):
-        offset, log, e, beta, m = ctx.saved_tensors
-        by_mu = e * beta / (offset.abs() + EPSILON) * offset.sign() * 2 * torch.cosh(m)
+        offset, log, e, beta, cosh = ctx.saved_tensors
+        by_mu = e * beta / (offset.abs() + EPSILON) * offset.sign() * 2 * cosh
         terms = -grad * e, -grad * e * log, grad * by_mu
         return *(t.sum(1).float() for t in terms), None
 
@@ -153,6 +153,46 @@ def test_a_wrong_body_is_told_why(monkeypatch):
         checks.test_ex1_stays_finite_where_content_and_prior_fight(200.0)
 
 
+def in_float32(scores, prior, row_scale, mask):
+    got = REPOSITORY["posterior"](scores, prior, row_scale, mask)
+    return got._replace(log_z=got.log_z.float().to(got.log_z.dtype))
+
+
+def power_in_float32(self, n):
+    return REPOSITORY["ggd"](self, n).float().double()
+
+
+def mu_has_a_slope_beyond_its_clamp(self, n):
+    b = REPOSITORY["ggd"](self, n)
+    return b + (self.theta_mu - self.theta_mu.detach())[:, None] * b.detach()
+
+
+REPOSITORY = {"posterior": model.reference_posterior, "ggd": model.GGDPrior.forward}
+WRONG = [  # a body, what it replaces, what tells
+    (in_float32, "reference_posterior", lambda: checks.test_ex1_equals_the_definition("log_z")),
+    (power_in_float32, "GGDPrior.forward", lambda: checks.check_values("heavy tail", 40)),
+    (mu_has_a_slope_beyond_its_clamp, "GGDPrior.forward", checks.check_large_theta_mu),
+]
+
+
+@pytest.mark.parametrize(("body", "place", "check"), WRONG, ids=[w[0].__name__ for w in WRONG])
+def test_a_subtle_wrong_body_is_caught(monkeypatch, body, place, check):
+    check()
+    monkeypatch.setattr(f"model.{place}", body)
+    with pytest.raises(pytest.fail.Exception, match="float64|beyond its clamp"):
+        check()
+
+
+def test_super_has_no_answer(tmp_path):
+    file = tmp_path / "mine.py"
+    body = (
+        "class AlibiPrior(model.AlibiPrior):\n  def forward(self, n): return super().forward(n)\n"
+    )
+    file.write_text(f"import model\n{body}")
+    told = [wrong for name, wrong in grade.check(str(file), 2) if "falls" in name]
+    assert len(told) == 4 and all("super() has" in wrong for wrong in told)
+
+
 @pytest.mark.parametrize("body", ["x = (", "x = nothing"])
 def test_a_file_that_does_not_run_is_told_in_one_sentence(tmp_path, body):
     file = tmp_path / "mine.py"
@@ -207,20 +247,38 @@ def test_errors_are_one_sentence(words, message, monkeypatch, capsys):
     assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
 
 
-def test_a_sheet_belongs_to_a_name_and_its_truth_is_true():
+def test_a_sheet_belongs_to_a_name():
     first, again, other = (sheet.questions(name) for name in ("Ada L", " ada l", "Bob"))
     assert [q.text for q in first] == [q.text for q in again] != [q.text for q in other]
     assert {q.key[:-1] for q in first} == set("123456789")
-    texts = {q.key: q.text for q in first}
-    truth = {q.key: q.truth() for q in first if q.key[0] != "9"}
-    assert all(math.isfinite(value) for value in truth.values())
-    p = float(re.search(r"\((.*?),", texts["1a"])[1])
-    assert truth["1a"] == pytest.approx(-math.log(2 * p * (1 - p)))
-    g = float(re.search(r"A key (\S+)", texts["6a"])[1])
-    assert truth["6a"] == math.floor(math.exp(g)) + 2
-    numbers = re.findall(r"= ([\d.,]*\d)", texts["6b"])
-    alpha, beta, s, n = (float(x.replace(",", "")) for x in numbers)
-    assert truth["6b"] == pytest.approx(alpha * (s * math.log(n)) ** (-1 / beta))
+    assert all(math.isfinite(q.truth()) for q in first if q.key[0] != "9")
+
+
+EPSILON = 1e-5
+FORMULAS = {  # of the numbers in the question's text
+    "1a": lambda p, *_: -math.log(2 * p * (1 - p)),
+    "2a": lambda heads, share: math.ceil(-math.log(1 - share / 100) * 2 ** (8 / heads)) - 1,
+    "2b": lambda heads, share: math.ceil(-math.log(1 - share / 100) * 2**8) - 1,
+    "2c": lambda _, power, nats, *__: int(math.log(1 + 99 * math.exp(-2 * nats)) * 2**-power),
+    "3a": lambda _, distance, beta: -beta * math.log(distance),
+    "3b": lambda _, beta, __: int(math.log(2) ** (1 / beta)),
+    "4a": lambda _, beta: -(EPSILON**beta),
+    "4b": lambda _, beta: -(EPSILON**beta) * math.log(EPSILON),
+    "4c": lambda alpha: (30 - alpha) / math.log(EPSILON),
+    "6a": lambda g: int(math.exp(g)) + 2,
+    "6b": lambda alpha, beta, s, n: alpha * (s * math.log(n)) ** (-1 / beta),
+    "7a": lambda words: math.ceil(math.log2(words + 1)),
+    "8b": lambda share: int(1.96**2 * share / (100 - share)) + 1,
+}
+
+
+@pytest.mark.parametrize("name", ["Ada", "Bob", "Emmy", "Kurt", "Sofia", "Alan"])
+def test_the_truth_of_a_sheet_is_what_its_text_asks_for(name):
+    questions = {q.key: q for q in sheet.questions(name)}
+    for key, formula in FORMULAS.items():
+        text = questions[key].text.replace(",", "")
+        numbers = map(float, re.findall(r"-?\d+(?:\.\d+)?", text))
+        assert questions[key].truth() == pytest.approx(formula(*numbers), rel=1e-3), text
 
 
 def test_the_board_ranks_by_the_lower_ends(monkeypatch, capsys):

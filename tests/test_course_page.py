@@ -20,7 +20,9 @@ def test_every_function_is_where_the_page_says():
 
 
 def test_every_word_of_every_command_selects_a_test():
-    commands = re.findall(r'^pytest -q --mine=mine.py (.+) -k "?([\w ]+)"?$', PAGE, re.M)
+    commands = re.findall(
+        r'^pytest -q (?:--tb=line )?--mine=mine.py (.+) -k "?([\w ]+)"?$', PAGE, re.M
+    )
     assert len(commands) == PAGE.count("\n```\npytest") - 1 == 8
     for files, words in commands:
         pattern = re.sub(
