@@ -470,7 +470,7 @@ def streaming_table(records: list[dict]) -> str:
 
 
 TABLES = {
-    "front": lambda records: cell_table(records, ["plain"], FRONT, (1, 4, 16, 64, 1000)),
+    "front": lambda records: cell_table(records, ["plain"], FRONT, (1, 4, 16, 64, 500)),
     "passkey": lambda records: cell_table(records, ["plain"]),
     "texts": lambda records: cell_table(records, ["texts"]),
     "ablations": lambda records: cell_table(records, ["plain"], ["ggd_ssmax", *ABLATIONS]),
