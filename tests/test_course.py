@@ -312,6 +312,27 @@ def test_without_a_key_at_64x_the_board_does_not_ask_further(tmp_path, monkeypat
     assert row["B: 500x"] == [{"correct": 0, "n": 5}]
 
 
+def test_the_page_has_the_board_of_the_records(monkeypatch, capsys):
+    records = runs.read_records(COURSE / "entries" / "board.jsonl")
+
+    def compete(path, cfg):
+        rows = {track: [] for track in grade.TRACKS}
+        for track, (multiple, _, depths, texts) in grade.TRACKS.items():
+            for seed in cfg.seeds:
+                asked = [r for r in records if (r["entry"], r["seed"]) == (path, seed)]
+                asked = [r for r in asked if r["length"] == 256 * multiple]
+                asked = [r for r in asked if texts.items() <= r["config"].items()]
+                rows[track].append(asked[0] if asked else {"correct": 0, "n": depths})
+        return rows
+
+    monkeypatch.setattr(grade, "compete", compete)
+    grade.board(["mixture", "kerple"], grade.GradeConfig())
+    page = (COURSE / "README.md").read_text(encoding="utf-8")
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    table = [f"| {' | '.join(cells)} |" for cells in lines if len(cells) == 7]
+    assert len(table) == 6 and all(row in page for row in table)
+
+
 @pytest.mark.parametrize("entry", sorted((COURSE / "entries").glob("*.py")), ids=lambda p: p.stem)
 def test_entries_keep_the_rules(entry, monkeypatch):
     monkeypatch.setitem(model.PRIORS, "mine", overlay.load(entry).MyPrior)
