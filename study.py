@@ -87,7 +87,10 @@ ABLATIONS = {
         ("fixed", "theta stays 0", 1, "--theta_learned="),
     )
 }
-VARIANTS = ENCODINGS | ABLATIONS
+LONGER = {  # as the protocol says, since RoPE's second seed has not learned the task
+    "rope_long": Variant("RoPE, twice the steps", 3, f"--pe=rope {PLAIN} --max_steps=6400", "rope")
+}
+VARIANTS = ENCODINGS | LONGER | ABLATIONS
 
 
 @dataclass
@@ -166,18 +169,19 @@ def parse(words: list[str]) -> list:
 def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
     """Train, or continue what stopped; nothing if it is finished. False if it diverged."""
     words, folder, step = [cfg.config, *options(cfg, base, job)], job.folder(cfg), 0
+    model, training = map(asdict, parse(words))
+    steps = training["max_steps"]
     if (folder / "last.pt").exists():
         with user_errors():
             saved = load_checkpoint(folder)
         step, log = saved["step"], read_log(cfg, job)
-        model, training = map(asdict, parse(words))
         compared = training.keys() - {"resume", "out_dir", "device"}
         same = all(saved["train_config"].get(name) == training[name] for name in compared)
         if saved["model_config"] != model or not same:
             fail(f"{folder} holds a run of other options; move it away, or change --out_dir")
-        if step >= base.max_steps and log and log[-1]["step"] == step:
+        if step >= steps and log and log[-1]["step"] == step:
             return True
-    if not 0 < step < base.max_steps:  # nothing to continue
+    if not 0 < step < steps:  # nothing to continue
         shutil.rmtree(folder, ignore_errors=True)
         step = 0
     return call(cfg, "train.py", *words, *["--resume"] * (step > 0)) != DIVERGED
@@ -396,21 +400,21 @@ def format_cell(records: list[dict], seeds: int) -> str:
     return text + f" ({len(records)} of {seeds})" * (len(records) < seeds)
 
 
-MAIN = [name for name in LABELS if name.removesuffix("_window") in ENCODINGS]
+MAIN = [name for name in LABELS if name not in ABLATIONS]
 
 
-def cell_table(records: list[dict], tables: list[str], rows=MAIN, multiples=()) -> str:
+def cell_table(records: list[dict], tables: list[str], rows=LABELS, multiples=()) -> str:
     """A row a variant, a column a test and length; all lengths if no multiples are named."""
     cells = group(records, tables, rows)
     columns = sorted({column for row in cells.values() for column in row})
     if multiples:
         trained = next(r["training_length"] for r in records if "training_length" in r)
         columns = [c for c in columns if c[2] in [m * trained for m in multiples]]
-    table = [["encoding", *(heading for *_, heading in columns)]]
+    table = [["encoding", "seeds", *(heading for *_, heading in columns)]]
     for name, row in cells.items():
-        seeds = len({r["seed"] for r in records if r["variant"] == name})
+        seeds = max(map(len, row.values()))
         texts = [format_cell(row[c], seeds) if c in row else "" for c in columns]
-        table.append([LABELS[name], *texts])
+        table.append([LABELS[name], seeds, *texts])
     return markdown(table)
 
 
@@ -425,18 +429,19 @@ PAIRS = (  # what the protocol compares: does the first find more keys than the 
 
 
 def pair_table(records: list[dict]) -> str:
-    """In how many training seeds the first of a pair finds more keys, as many, and fewer."""
+    """In how many training seeds the first of a pair finds more of as many keys, as many, fewer."""
     found = defaultdict(dict)
     for r in records:
         if (column := column_of(r)) and column[0] == "plain":
-            found[r["variant"], r["length"], column[-1]][r["seed"]] = r["correct"]
+            found[r["variant"], r["length"], column[-1]][r["seed"]] = r
     columns = sorted({(n, heading) for _, n, heading in found})
     table = [["first : second", *(heading for _, heading in columns)]]
     for a, b in PAIRS:
         row = [f"{LABELS[a]} : {LABELS[b].removeprefix(f'{LABELS[a]}, ')}"]
         for column in columns:
             one, other = found[a, *column], found[b, *column]
-            signs = [np.sign(one[s] - other[s]) for s in one.keys() & other.keys()]
+            both = [(one[s], other[s]) for s in one.keys() & other.keys()]
+            signs = [np.sign(x["correct"] - y["correct"]) for x, y in both if x["n"] == y["n"]]
             row.append("-".join(str(signs.count(x)) for x in (1, 0, -1)) if signs else "")
         if any(row[1:]):
             table.append(row)
@@ -471,7 +476,7 @@ def streaming_table(records: list[dict]) -> str:
 
 TABLES = {
     "front": lambda records: cell_table(records, ["plain"], FRONT, (1, 4, 16, 64, 500)),
-    "passkey": lambda records: cell_table(records, ["plain"]),
+    "passkey": lambda records: cell_table(records, ["plain"], MAIN),
     "texts": lambda records: cell_table(records, ["texts"]),
     "ablations": lambda records: cell_table(records, ["plain"], ["ggd_ssmax", *ABLATIONS]),
     "perplexity": lambda records: cell_table(records, ["perplexity"]),
@@ -483,22 +488,26 @@ TABLES = {
 
 
 def draw(records: list[dict], table: str, ylabel: str, yscale: str) -> Figure:
-    """Means over the seeds by length, and a dot a seed."""
+    """Means by length, with a line as far as all seeds were asked, and a dot a seed."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axis, cells = figure.subplots(), group(records, [table], ENCODINGS)
     for i, (name, row) in enumerate(cells.items()):
         pe, _, more = name.partition("_")
         place = ["nope", "sinusoidal", "rope", "alibi", "ggd"].index(pe)
         line = "os^Dv"[place] + {"": "--", "virtual": ":"}.get(more, "-")
-        style = {"color": f"C{place}", "fillstyle": "full" if more else "none"}
-        x = [n * 1.03 ** (i - len(cells) / 2) for _, _, n, _ in row]  # no dot covers another
+        fill = {"": "none", "virtual": "left"}
+        style = {"color": f"C{place}", "fillstyle": fill.get(more, "full")}
+        x = np.array([n for _, _, n, _ in row]) * 1.03 ** (i - len(cells) / 2)  # side by side
         y = [values_of(records) for records in row.values()]
-        axis.plot(x, [np.mean(values) for values in y], line, label=LABELS[name], **style)
-        dots = np.repeat(x, [len(values) for values in y]), np.concatenate(y)
-        axis.plot(*dots, ".", color=f"C{place}", markersize=4, alpha=0.6)
+        mean, seeds = np.array([np.mean(values) for values in y]), np.array([*map(len, y)])
+        whole = seeds == max(seeds)
+        axis.plot(x[whole], mean[whole], line, label=LABELS[name], **style)
+        axis.plot(x[~whole], mean[~whole], line[0], **style)
+        axis.plot(np.repeat(x, seeds), np.concatenate(y), f"C{place}.", markersize=4, alpha=0.6)
     trained = next(r["model_config"]["block_size"] for r in records if r["metric"] == "training")
     axis.axvline(trained, color="grey", linewidth=1)
-    axis.set(xscale="log", yscale=yscale, ylabel=ylabel, title="mean, and a dot a training seed")
+    axis.set(xscale="log", yscale=yscale, ylabel=ylabel)
+    axis.set(title="mean, and a dot a training seed; without a line: the first seed")
     axis.set(xlabel=f"bytes (grey: the training length, {trained})")
     ticks = sorted({n for row in cells.values() for _, _, n, _ in row})
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=8)

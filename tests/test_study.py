@@ -264,6 +264,13 @@ def test_what_is_left_of_a_training(tmp_path, scripts, capsys):
     with pytest.raises(SystemExit):
         S.train(cfg, base, job)
     assert "holds a run of other options" in capsys.readouterr().err and len(scripts) == 4
+    job = S.Job("rope_long", 1.0, 1)  # whose steps are more than the config's
+    S.train(cfg, base, job)
+    saved = S.load_checkpoint(job.folder(cfg))
+    save_checkpoint(job.folder(cfg) / "last.pt", saved | {"step": 6})
+    S.train(cfg, base, job)
+    S.train(cfg, base, job)
+    assert len(scripts) == 6 and scripts[5][-1] == "--resume"
 
 
 def test_a_script_is_waited_for_and_its_end_is_the_end(tmp_path, monkeypatch, capfd):
@@ -301,7 +308,7 @@ def test_the_options_are_those_of_train(tmp_path, variant):
     words = S.options(config(tmp_path), TrainConfig(), S.Job(variant, 3.0, 7))
     model, train = S.parse([str(S.ROOT / "config/ggd_bam_cpu.py"), *words])
     pe, _, more = variant.partition("_")
-    expected = (pe, bool(more)) if variant in S.ENCODINGS else ("ggd", True)
+    expected = ("ggd", True) if variant in S.ABLATIONS else (pe, more not in ("", "long"))
     assert (model.pe, model.ssmax) == expected and (model.virtual_length > 1) == (more == "virtual")
     assert model.ssmax_init == (0.12 if more == "virtual" else 0.18)
     assert train.seed == 7 and train.learning_rate == train.prior_lr == pytest.approx(3e-3)
@@ -398,38 +405,39 @@ def table(tmp_path):
 def test_passkey_table(table):
     """Where a ladder stopped the rest counts as 0. Where not every seed was asked, it says so."""
     assert table("passkey", RECORDS) == [
-        "| encoding | 256 (1x) | 1,024 (4x) | 2,048 (8x) | 4,096 (16x) | 16,384 (64x)"
+        "| encoding | seeds | 256 (1x) | 1,024 (4x) | 2,048 (8x) | 4,096 (16x) | 16,384 (64x)"
         " | 128,000 (500x) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| RoPE | 95 | 0 | 0 | 0 | 0 |  |",
-        "| Local RoPE | 10 |  |  |  |  |  |",
-        "| GGD-BAM, SSMax | 100 |  |  | 92 [85, 100] | 5 | 60 (1 of 2) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| RoPE | 1 | 95 | 0 | 0 | 0 | 0 |  |",
+        "| Local RoPE | 1 | 10 |  |  |  |  |  |",
+        "| GGD-BAM, SSMax | 2 | 100 |  |  | 92 [85, 100] | 5 | 60 (1 of 2) |",
     ]
 
 
 def test_other_tables_of_the_study(table):
     assert table("front", RECORDS) == [
-        "| encoding | 256 (1x) | 1,024 (4x) | 4,096 (16x) | 16,384 (64x) | 128,000 (500x) |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| RoPE | 95 | 0 | 0 | 0 |  |",
-        "| Local RoPE | 10 |  |  |  |  |",
-        "| GGD-BAM, SSMax | 100 |  | 92 [85, 100] | 5 | 60 (1 of 2) |",
+        "| encoding | seeds | 256 (1x) | 1,024 (4x) | 4,096 (16x) | 16,384 (64x)"
+        " | 128,000 (500x) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| RoPE | 1 | 95 | 0 | 0 | 0 |  |",
+        "| Local RoPE | 1 | 10 |  |  |  |  |",
+        "| GGD-BAM, SSMax | 2 | 100 |  | 92 [85, 100] | 5 | 60 (1 of 2) |",
     ]
     assert table("texts", RECORDS) == [
-        "| encoding | unseen filler, 4,096 (16x) | far heads uniform, 4,096 (16x) |",
-        "| --- | --- | --- |",
-        "| GGD-BAM, SSMax | 45 [40, 50] | 45 (1 of 2) |",
+        "| encoding | seeds | unseen filler, 4,096 (16x) | far heads uniform, 4,096 (16x) |",
+        "| --- | --- | --- | --- |",
+        "| GGD-BAM, SSMax | 2 | 45 [40, 50] | 45 (1 of 2) |",
     ]
     assert [row.split(" |")[0] for row in table("ablations", RECORDS)[2:]] == [
         "| GGD-BAM, SSMax",
         "| GGD-BAM, SSMax, mu learned",
     ]
-    assert table("ablations", RECORDS)[3].startswith("| GGD-BAM, SSMax, mu learned | 25 |  |")
+    assert table("ablations", RECORDS)[3].startswith("| GGD-BAM, SSMax, mu learned | 1 | 25 |  |")
     assert table("perplexity", RECORDS)[2:] == [
-        "| RoPE | 4.25 |",
-        "| GGD-BAM, SSMax | 4.50 [4.00, 5.00] |",
+        "| RoPE | 1 | 4.25 |",
+        "| GGD-BAM, SSMax | 2 | 4.50 [4.00, 5.00] |",
     ]
-    assert table("ruler", RECORDS)[2:] == ["| GGD-BAM, SSMax | 50 / 50 |"]
+    assert table("ruler", RECORDS)[2:] == ["| GGD-BAM, SSMax | 1 | 50 / 50 |"]
     assert table("rates", RECORDS) == [
         "| encoding | x1 | x3 | chosen | seeds | loss |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -439,9 +447,11 @@ def test_other_tables_of_the_study(table):
     ]
 
 
-def test_a_pair_is_compared_in_the_seeds_that_both_have(table):
+def test_a_pair_is_compared_in_the_seeds_that_both_have_with_as_many_keys(table):
     keys = {"ggd_ssmax": (20, 17, 5), "alibi_ssmax": (1, 17, 6, 2)}
     records = [passkey(k, i, 4096, n) for k, ns in keys.items() for i, n in enumerate(ns)]
+    more = [passkey(k, 9, 4096, 5) for k in ("ggd_ssmax", "alibi_ssmax")]
+    records += [more[0], more[1] | {"n": 5}]
     assert table("pairs", records)[2:] == ["| GGD-BAM, SSMax : ALiBi, SSMax | 1-1-1 |"]
 
 
@@ -476,12 +486,12 @@ def test_who_evaluates_twice_sees_the_newer_number(table):
 
 def test_the_pictures_show_the_numbers_of_the_tables():
     axis = S.draw(RECORDS, "plain", "keys", "linear").axes[0]
-    rope, _, full, seeds, *_ = axis.lines
+    rope, _, _, full, fewer, seeds, *_ = axis.lines
     assert [rope.get_label(), full.get_label()] == ["RoPE", "GGD-BAM, SSMax"]
-    assert full.get_ydata().tolist() == [100, 92.5, 5, 60]
+    assert full.get_ydata().tolist() == [100, 92.5, 5] and fewer.get_ydata().tolist() == [60]
     assert seeds.get_ydata().tolist() == [100, 100, 100, 85, 5, 5, 60]
     axis = S.draw(RECORDS, "perplexity", "perplexity", "log").axes[0]
-    assert axis.lines[2].get_ydata().tolist() == [4.5]
+    assert axis.lines[3].get_ydata().tolist() == [4.5]
 
 
 def test_tables_go_between_their_lines_and_nothing_else_changes(tmp_path):
@@ -518,5 +528,5 @@ def test_tables_writes_both_pages_and_both_pictures_or_nothing(tmp_path):
     for record in RECORDS:
         append_record(tmp_path / "results" / "study.jsonl", record)
     S.write_tables(tmp_path)
-    assert all("| RoPE | 95 |" in page.read_text() for page in pages)
+    assert all("| RoPE | 1 | 95 |" in page.read_text() for page in pages)
     assert len(list((tmp_path / "results").glob("study_*.png"))) == 2
