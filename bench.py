@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model as M
-from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype
+from device import device_name, peak_flops, peak_memory, pick_device, pick_dtype, set_up_cpu
 from needles import make_prompts
 from runs import aligned, append_record, load_run, origin
 from streaming import KVCache, score
@@ -281,6 +281,8 @@ def main() -> None:
     print(f"{device_name(device)} ({why}){number}, {threads}")
     if cfg.streaming:
         return bench_streaming(words[0], cfg, device)
+    if device.type == "cpu":
+        set_up_cpu()  # as train.py does
     for config in [[word] for word in words] or [[]]:
         bench_training(config, cfg, device, dtype)
 

@@ -1,5 +1,6 @@
 """The hardware: device, number format and the reasons for them; peak speed; processes."""
 
+import ctypes
 import os
 import platform
 import sys
@@ -81,6 +82,19 @@ def peak_memory(device: torch.device) -> int | None:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def set_up_cpu() -> None:
+    """For training on a CPU: malloc keeps what is freed for the next step, as PyTorch does on CUDA,
+    and compiled code sums the gradients of the embeddings in one order. By default glibc gives
+    large blocks back to the system, which costs a fifth of the time, and the order of that sum is
+    the threads', so no run would equal another."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is a mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 class Processes(NamedTuple):

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 from data import Order, Windows, long_windows, shard_files
-from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype
+from device import Processes, peak_flops, peak_memory, pick_device, pick_dtype, set_up_cpu
 from model import GPT, ModelConfig, documents
 from prepare_fineweb import PrepareConfig, changes
 from runs import load_checkpoint, read_records, save_checkpoint
@@ -274,6 +274,8 @@ def main() -> None:
     with user_errors():
         device, why = pick_device(cfg.device)
         dtype, reason = pick_dtype(cfg.dtype, device)
+    if device.type == "cpu":
+        set_up_cpu()
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
     order = Order(len(train), cfg.tokens_per_step // T, cfg.seed)
     batches = partial(read_batches, train, order, meta, cfg, model_cfg, processes, device)

@@ -1,6 +1,6 @@
 # The quick start and the laptop study: a byte-level GGD-BAM with SSMax that learns to retrieve.
 # Nothing to download. 558,244 parameters; 3200 steps x 4,096 = 13.1M bytes, each window of the data
-# once: six to twelve minutes on two CPU cores that have bfloat16 instructions.
+# once: five to ten minutes on two CPU cores that have bfloat16 instructions.
 #
 # Most training windows are retrieval exercises in the form of the passkey test, none longer than
 # block_size. The paper's big models learn retrieval from 10B tokens of text alone, and a laptop has

@@ -64,6 +64,7 @@ def main(*arguments):
             T.main()
     finally:
         remove_locks()  # as the end of the process does
+        torch.use_deterministic_algorithms(False)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -154,6 +155,21 @@ def test_5_steps_and_resume_and_5_steps_are_10_steps(data, tmp_path, monkeypatch
     saved = train(data, tmp_path / "parts", resume=True, **options)
     assert same(state(tmp_path / "straight"), state(tmp_path / "parts"))
     assert (saved["model"]["blocks.0.attn.prior.theta_beta"] >= 0.01).all()
+
+
+def test_compiled_runs_on_two_threads_are_equal(tmp_path):
+    """Without a compiler the runs are equal as well."""
+    write_data(tmp_path / "data", train_tokens=20_000)
+    options = {"compile": "true", "batch_size": 64, "tokens_per_step": 4096, "block_size": 64}
+    options |= {"eval_interval": 10, "n_layer": 1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for run in ("a", "b"):
+            train(tmp_path / "data", tmp_path / run, **options)
+    finally:
+        torch.set_num_threads(threads)
+    assert same(state(tmp_path / "a"), state(tmp_path / "b"))
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(data, tmp_path, monkeypatch):
