@@ -87,8 +87,14 @@ ABLATIONS = {
         ("fixed", "theta stays 0", 1, "--theta_learned="),
     )
 }
-LONGER = {  # as the protocol says, since RoPE's second seed has not learned the task
-    "rope_long": Variant("RoPE, twice the steps", 3, f"--pe=rope {PLAIN} --max_steps=6400", "rope")
+LONGER = {  # as the protocol says: each has a seed that has not learned the task
+    f"{name}_long": Variant(
+        f"{ENCODINGS[name].label}, twice the steps",
+        3,
+        f"{ENCODINGS[name].options} --max_steps=6400",
+        ENCODINGS[name].base or name,
+    )
+    for name in ("rope", "nope_ssmax", "rope_ssmax", "rope_virtual", "nope_virtual")
 }
 VARIANTS = ENCODINGS | LONGER | ABLATIONS
 

@@ -307,10 +307,11 @@ def test_the_options_are_those_of_train(tmp_path, variant):
     """The words make a config, and what belongs to the encoding is what the variant's name says."""
     words = S.options(config(tmp_path), TrainConfig(), S.Job(variant, 3.0, 7))
     model, train = S.parse([str(S.ROOT / "config/ggd_bam_cpu.py"), *words])
-    pe, _, more = variant.partition("_")
-    expected = ("ggd", True) if variant in S.ABLATIONS else (pe, more not in ("", "long"))
+    pe, _, more = variant.removesuffix("_long").partition("_")
+    expected = ("ggd", True) if variant in S.ABLATIONS else (pe, bool(more))
     assert (model.pe, model.ssmax) == expected and (model.virtual_length > 1) == (more == "virtual")
     assert model.ssmax_init == (0.12 if more == "virtual" else 0.18)
+    assert train.max_steps == (6400 if variant.endswith("_long") else 3200)
     assert train.seed == 7 and train.learning_rate == train.prior_lr == pytest.approx(3e-3)
 
 
