@@ -181,7 +181,7 @@ def train(cfg: StudyConfig, base: TrainConfig, job: Job) -> bool:
         with user_errors():
             saved = load_checkpoint(folder)
         step, log = saved["step"], read_log(cfg, job)
-        compared = training.keys() - {"resume", "out_dir", "device"}
+        compared = training.keys() - {"resume", "out_dir", "device", "dtype"}
         same = all(saved["train_config"].get(name) == training[name] for name in compared)
         if saved["model_config"] != model or not same:
             fail(f"{folder} holds a run of other options; move it away, or change --out_dir")

@@ -274,6 +274,7 @@ def main() -> None:
     with user_errors():
         device, why = pick_device(cfg.device)
         dtype, reason = pick_dtype(cfg.dtype, device)
+    cfg.dtype = str(dtype).removeprefix("torch.")  # what the run's records shall say
     if device.type == "cpu":
         set_up_cpu()
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda")
@@ -284,7 +285,7 @@ def main() -> None:
     torch.manual_seed(cfg.seed)
     model = GPT(model_cfg).to(device)
     model.attention = "fused" if compiled and device.type == "cuda" else "reference"
-    print(f"device {device} ({why}), {str(dtype).removeprefix('torch.')} ({reason}), ", end="")
+    print(f"device {device} ({why}), {cfg.dtype} ({reason}), ", end="")
     print(f"compile {'on' if compiled else 'off'}, attention {model.attention}")
     optimizer = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

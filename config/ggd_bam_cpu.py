@@ -1,6 +1,6 @@
 # The quick start and the laptop study: a byte-level GGD-BAM with SSMax that learns to retrieve.
 # Nothing to download. 558,244 parameters; 3200 steps x 4,096 = 13.1M bytes, each window of the data
-# once: five to ten minutes on two CPU cores that have bfloat16 instructions.
+# once: five to ten minutes on two CPU cores that have bfloat16 instructions, else up to forty.
 #
 # Most training windows are retrieval exercises in the form of the passkey test, none longer than
 # block_size. The paper's big models learn retrieval from 10B tokens of text alone, and a laptop has
@@ -42,6 +42,4 @@ warmup_steps = 50
 eval_interval = 200
 eval_windows = 64
 
-# 1.5 times as fast as float32 on such a CPU; where no compiler is found, it continues without
-dtype = "bfloat16"
-compile = "true"
+compile = "true"  # where no compiler is found, it continues without

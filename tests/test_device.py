@@ -9,7 +9,6 @@ CPU = torch.device("cpu")
 
 
 def test_off_cuda():
-    assert D.pick_dtype("auto", CPU)[0] == torch.float32
     assert D.pick_dtype("bfloat16", CPU) == (torch.bfloat16, "as requested")
     with pytest.raises(ValueError, match="float16 needs a CUDA device"):
         D.pick_dtype("float16", CPU)
@@ -45,6 +44,22 @@ def test_an_environment_that_torchrun_did_not_set_is_not_read(monkeypatch, rank,
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world or "")
     assert D.Processes.join("cpu") == D.Processes(rank=0, world=1)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "native", "dtype"),
+    [
+        ("AVX512", {"avx512_bf16": True}, torch.bfloat16),
+        ("AVX2", {"avx512_bf16": True}, torch.float32),  # ATEN_CPU_CAPABILITY=avx2
+        ("AVX512", {"avx512_bf16": False}, torch.float32),
+        ("DEFAULT", {"neon": True, "bf16": True}, torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_where_a_cpu_has_the_instructions(monkeypatch, kernels, native, dtype):
+    """Where they are only emulated, a training of minutes would take hours."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kernels)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: native)
+    assert D.pick_dtype("auto", CPU)[0] == dtype
 
 
 @pytest.mark.parametrize(

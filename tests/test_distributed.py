@@ -21,6 +21,7 @@ GIVEN = MODEL | {"tokens_per_step": 256, "eval_windows": 7, "eval_interval": 3, 
 # depend on the run's end.
 GIVEN |= {"theta_alpha": "0.5,-0.3", "theta_beta": "0.7,-0.4", "learning_rate": 1e-3}
 GIVEN |= {"prior_lr": 1e-2, "min_lr_fraction": 1, "virtual_length": 50, "device": "cpu"}
+GIVEN |= {"dtype": "float32"}
 OPTIONS = [f"--{k}={v}" for k, v in GIVEN.items()]
 RUNS = ["--out_dir=two --max_steps=5 --grad_clip=0"]  # a clip would hide a gradient's wrong size
 for sharded in ("false", "true"):

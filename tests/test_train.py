@@ -18,7 +18,7 @@ import torch
 
 import train as T
 from data import Order, Windows, lock_folder, read_shard, remove_locks, write_shard
-from device import Processes
+from device import Processes, pick_dtype
 from model import ModelConfig
 from prepare_fineweb import PrepareConfig, settings_of
 from runs import load_checkpoint
@@ -27,7 +27,7 @@ MODEL = {"vocab_size": 257, "vocab_multiple": 1, "n_layer": 2, "n_head": 2, "n_e
 MODEL |= {"block_size": 16}
 OPTIONS = {"batch_size": 2, "tokens_per_step": 64, "max_steps": 10, "optimizer": "adamw"}
 OPTIONS |= {"learning_rate": 1e-2, "prior_lr": 5e-2, "log_interval": 1, "eval_interval": 5}
-OPTIONS |= {"eval_windows": 8, "device": "cpu"}
+OPTIONS |= {"eval_windows": 8, "device": "cpu", "dtype": "float32"}
 ALONE = Processes()
 
 
@@ -380,9 +380,12 @@ def test_a_failing_compiler_is_told_and_changes_nothing(data, tmp_path, monkeypa
 
 
 def test_the_device_and_the_attention_are_said(data, tmp_path, capsys):
-    train(data, tmp_path / "out", max_steps=1)
-    said = "device cpu (as requested), float32 (the fastest safe choice off CUDA), compile off"
-    assert f"{said}, attention reference" in capsys.readouterr().out
+    saved = train(data, tmp_path / "out", max_steps=1, dtype="auto")
+    dtype, reason = pick_dtype("auto", torch.device("cpu"))
+    picked = saved["train_config"]["dtype"]
+    assert getattr(torch, picked) == dtype
+    said = f"device cpu (as requested), {picked} ({reason}), compile off, attention reference"
+    assert said in capsys.readouterr().out
 
 
 # ---- windows and batches
